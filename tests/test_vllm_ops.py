@@ -43,6 +43,7 @@ COMPUTED: dict[str, tuple[Callable[[Tensor, Tensor], Any], list[str]]] = {
     "layer_norm": (lambda x, y: functional.layer_norm(x, x.shape[1:]), ["aten::native_layer_norm"]),
     "several": (lambda x, y: x.sigmoid().sum().exp() + y.sigmoid(), ["sigmoid", "sum", "exp"]),
     "two roundings": (lambda x, y: torch.add(x, y, alpha=0.3), ["aten::add"]),
+    "a factor by position": (lambda x, y: torch.rsub(x, 2.0, 0.3), ["aten::rsub"]),
     "complex": (lambda x, y: torch.complex(x, y) * torch.complex(x, x), ["complex", "mul"]),
     "a number of one row for all": (lambda x, y: y * float(x[0, 0]), ["_local_scalar_dense"]),
     "a product": (lambda x, y: x @ y.t(), ["aten::mm"]),

@@ -11,7 +11,12 @@ from typing import Any
 import pytest
 import torch
 from specops import sampling
-from specops.integrations.vllm.request_parameters import BatchParameters, refused, seed_of
+from specops.integrations.vllm.request_parameters import (
+    PREDICTION,
+    BatchParameters,
+    check,
+    seed_of,
+)
 from specops.integrations.vllm.settings import PARTS, parts_of, strategy_of
 from specops.integrations.vllm.step_requests import Row
 
@@ -154,12 +159,33 @@ def test_unused_filters_are_left_out() -> None:
 def test_unknown_parameters_are_refused_unless_they_have_defaults(
     params: Params, names: str | None
 ) -> None:
-    assert refused(params) == names
     if names is None:
+        check(params)
         of(params)
-    else:
+        return
+    for refuse in (check, of):
         with pytest.raises(ValueError, match=f"sampling does not support {names}"):
-            of(params)
+            refuse(params)
+
+
+@pytest.mark.parametrize(
+    "params, sentence",
+    [
+        (Params(repetition_penalty=1e39), "repetition_penalty must be .* in float32, got 1e\\+39"),
+        (Params(repetition_penalty=1e-46), "repetition_penalty must be .* in float32, got 1e-46"),
+        (Params(extra_args={PREDICTION: "text"}), "must be a list of token ids, got 'text'"),
+        (Params(extra_args={PREDICTION: [1, -1]}), "must be a list of token ids, got \\[1, -1\\]"),
+    ],
+)
+def test_values_that_the_ops_do_not_support_are_refused(params: Params, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        check(params)
+
+
+def test_minimum_lengths_fit_the_ops() -> None:
+    processors = of(Params(min_tokens=1 << 40)).processors
+    assert processors is not None and processors.min_tokens is not None
+    assert processors.min_tokens.tolist() == [(1 << 31) - 1]
 
 
 def edited(logits: torch.Tensor, row: int, params: Params) -> torch.Tensor:

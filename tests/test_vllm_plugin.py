@@ -39,6 +39,7 @@ def config(**changed: Any) -> Any:
         ),
         "additional_config": {"of": "the user"},
         "lora_config": None,
+        "kv_transfer_config": None,
         "watermark_config": None,
         "speculative_config": SimpleNamespace(rejection_sample_method="standard"),
         "scheduler_config": SimpleNamespace(async_scheduling=False),
@@ -50,6 +51,7 @@ def config(**changed: Any) -> Any:
             logprobs_mode="raw_logprobs",
             logits_processors=None,
             enable_prompt_embeds=False,
+            return_sampling_mask=False,
         ),
     }
     for name, value in changed.items():
@@ -68,6 +70,11 @@ def config(**changed: Any) -> Any:
         ({"speculative_config": None}, None),
         ({"lora_config": object()}, "LoRA"),
         ({"watermark_config": object()}, "watermarking"),
+        (
+            {"kv_transfer_config": SimpleNamespace(kv_connector="NixlConnector")},
+            "the KV connector NixlConnector",
+        ),
+        ({"model_config__return_sampling_mask": True}, "return_sampling_mask"),
         ({"scheduler_config__async_scheduling": True}, "asynchronous scheduling"),
         ({"parallel_config__pipeline_parallel_size": 2}, "pipeline_parallel_size 2"),
         ({"model_config__runner_type": "pooling"}, "the runner pooling"),
@@ -84,6 +91,14 @@ def test_unsupported_configurations_are_reported(
     changed: dict[str, Any], fault: str | None
 ) -> None:
     assert support.faults_of_config(config(**changed), PARTS) == ([] if fault is None else [fault])
+
+
+def test_installed_logits_processors_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"vllm.logits_processors": [SimpleNamespace(name="ban")]}
+    monkeypatch.setattr(support, "entry_points", lambda group: installed[group])
+    fault = "logits processors of installed packages (ban)"
+    assert support.faults_of_config(config(), PARTS) == [fault]
+    assert support.faults_of_config(config(), ["linear"]) == []
 
 
 @pytest.mark.parametrize(
@@ -179,6 +194,14 @@ def test_graph_may_move_numbers_and_call_specops() -> None:
 def test_graph_that_computes_is_refused(function: Callable[..., Any], name: str) -> None:
     with pytest.raises(support.NotExactError, match=f"a model that computes {name} itself"):
         look_at(function, torch.randn(4, 4))
+
+
+def test_graph_with_a_graph_of_its_own_is_refused() -> None:
+    def function(x: torch.Tensor) -> Any:
+        return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+
+    with pytest.raises(support.NotExactError, match=r"a model that computes .*cond"):
+        look_at(function, torch.randn(4))
 
 
 LAYERS = "vllm.model_executor.layers"
@@ -399,6 +422,9 @@ def test_every_part_has_hooks() -> None:
         ({"GOMP_CPU_AFFINITY": "2 3"}, {2, 3}),
         ({"OMP_PLACES": "{4,5}"}, {4, 5}),
         ({"OMP_PLACES": "cores"}, set()),
+        ({"OMP_PLACES": "{0:16}"}, set()),
+        ({"GOMP_CPU_AFFINITY": "0-15"}, set()),
+        ({"KMP_AFFINITY": "granularity=fine,compact,1,0", "OMP_PLACES": "{4,5}"}, {4, 5}),
     ],
 )
 def test_cpus_bound_by_vllm_are_read(environment: dict[str, str], cpus: set[int]) -> None:

@@ -16,14 +16,15 @@ from specops.integrations.vllm.proposers import SUFFIX_FILE, Proposer
 from specops.predicted_text import PredictedText
 
 MAX_LEN = 64
+VOCAB = 8_000
 
 
 def config(k: int = 4, **fields: Any) -> Any:
     """Return what the drafters read of vLLM's configuration, with its defaults."""
     speculative = {
         "num_speculative_tokens": k,
-        "prompt_lookup_min": None,
-        "prompt_lookup_max": None,
+        "prompt_lookup_min": 0,
+        "prompt_lookup_max": 0,
         "suffix_decoding_max_tree_depth": 24,
         "suffix_decoding_max_cached_requests": 10_000,
         "suffix_decoding_max_spec_factor": 1.0,
@@ -31,7 +32,9 @@ def config(k: int = 4, **fields: Any) -> Any:
     }
     return SimpleNamespace(
         speculative_config=SimpleNamespace(**(speculative | fields)),
-        model_config=SimpleNamespace(max_model_len=MAX_LEN, tokenizer="a tokenizer"),
+        model_config=SimpleNamespace(
+            max_model_len=MAX_LEN, tokenizer="a tokenizer", get_vocab_size=lambda: VOCAB
+        ),
     )
 
 
@@ -229,16 +232,12 @@ def test_no_draft_exceeds_the_maximum_length(kind: type[Proposer]) -> None:
 
 
 def test_ngram_sizes_follow_the_configuration() -> None:
+    """V2's method `ngram` sets them; for custom_class, vLLM sets them to 0."""
     text = [1, 2, 3, 4, 9, 3, 4]
     assert propose(NgramProposer(config()), [(text, 1)]) == [[9, 3, 4]]
     proposer = NgramProposer(config(prompt_lookup_min=3, prompt_lookup_max=3))
     assert propose(proposer, [(text, 1)]) == [[]]
     assert NgramProposer(config(prompt_lookup_max=1)).min_ngram_size == 1
-
-
-def test_load_model_accepts_any_model() -> None:
-    for kind in (SuffixProposer, NgramProposer, PredictedOutputs):
-        kind(config()).load_model(object())  # type: ignore[func-returns-value]
 
 
 def note(*predictions: Any) -> None:
@@ -274,10 +273,10 @@ def test_predicted_outputs_need_the_plugin(monkeypatch: pytest.MonkeyPatch) -> N
         propose(PredictedOutputs(config()), [([1, 2, 10], 1)])
 
 
-def test_prediction_must_be_a_list_of_token_ids() -> None:
-    note("text")
-    with pytest.raises(ValueError, match="prediction_token_ids must be a list of token ids"):
-        propose(PredictedOutputs(config()), [([1, 2, 10], 1)])
+def test_prediction_ends_before_an_id_that_is_not_in_the_vocabulary() -> None:
+    note([10, VOCAB - 1, VOCAB, 11], [1 << 70])
+    proposer = PredictedOutputs(config())
+    assert propose(proposer, [([1, 2, 10], 1), ([1, 2, 10], 1)]) == [[VOCAB - 1], []]
 
 
 def test_prediction_is_found_again_after_other_tokens() -> None:

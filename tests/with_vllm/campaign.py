@@ -88,6 +88,13 @@ def params_of(index: int, max_tokens: int, rng: random.Random) -> dict[str, Any]
     return params
 
 
+def small(count: int = 24, max_tokens: int = 24) -> tuple[list[list[int]], list[dict[str, Any]]]:
+    """Return prompts and parameters of every kind, for a test."""
+    rng = random.Random(3)
+    prompts = prompts_of(count, rng)
+    return prompts, [params_of(index, max_tokens, rng) for index in range(count)]
+
+
 def runs_of(prompts: list[list[int]], params: list[dict[str, Any]], seed: int) -> list[Run]:
     """Return runs that cover all prompts once, a fraction of them in each batch size."""
     share = -(-len(prompts) // len(BATCHES))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from campaign import METHODS, RUNNER, joined, params_of, prompts_of, runs_of
+from campaign import METHODS, RUNNER, joined, prompts_of, runs_of, small
 from forked import decode
 from models import QUANTIZED, write_config, write_quantized, write_random
 from specops.integrations.vllm.decoding import Decoded, DecodingError, Job, Run
@@ -24,13 +24,6 @@ ENGINE = {"enforce_eager": True, "max_model_len": 512, "max_num_seqs": 32}
 
 def engine(model: str, **more: Any) -> dict[str, Any]:
     return ENGINE | {"model": model, "enable_prefix_caching": False} | more
-
-
-def small(count: int = 24, max_tokens: int = 24) -> tuple[list[list[int]], list[dict[str, Any]]]:
-    """Return prompts and parameters of every kind."""
-    rng = random.Random(3)
-    prompts = prompts_of(count, rng)
-    return prompts, [params_of(index, max_tokens, rng) for index in range(count)]
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +101,39 @@ def test_compiled_model_that_computes_itself_is_refused(
     with pytest.raises(DecodingError, match=f"a model that computes {ops}"):
         decode(Job(engine(model, enforce_eager=False), runs, EXACT))
     assert not graphs_in(compiled)
+
+
+def test_steps_may_limit_their_drafts(
+    llama: str, alone: Decoded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """V2 passes fewer drafts to the scheduler if many requests run."""
+    monkeypatch.setenv(RUNNER, "1")
+    config = METHODS["junk"] | {
+        "num_speculative_tokens": 5,
+        "num_speculative_tokens_per_batch_size": [[1, 2, 5], [3, 32, 1]],
+    }
+    drafted = engine(llama, speculative_config=config, disable_log_stats=False)
+    parts = decode(Job(drafted, runs_of(*small(), 5), EXACT))
+    assert parts[-1].num_drafts > 0
+    whole = joined(parts)
+    assert whole.token_ids == alone.token_ids
+    assert whole.logprobs == alone.logprobs
+
+
+def test_prompt_logprobs_do_not_depend_on_other_requests(
+    llama: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In V2, which of several equal logits are listed must not depend on the other requests."""
+    monkeypatch.setenv(RUNNER, "1")
+    prompts, params = small()
+    every = [one | {"prompt_logprobs": index % 7} for index, one in enumerate(params)]
+    runs = [Run(prompts, every, 1), Run(prompts, every, 8, 2)]
+    alone, whole = decode(Job(engine(llama), runs, EXACT))
+    assert all(
+        len(one) == len(prompt) - 1 + len(tokens)
+        for one, prompt, tokens in zip(alone.logprobs, prompts, alone.token_ids, strict=True)
+    )
+    assert whole.logprobs == alone.logprobs
 
 
 @pytest.mark.parametrize("strategy", ["rejection", "block"])
@@ -208,7 +234,7 @@ def test_predictions_are_accepted(
     params: list[dict[str, Any]] = [{"temperature": 0.0, "max_tokens": 48}] * 4
     plain = decode(Job(engine(bundled), [Run(prompts, params, 4)], EXACT))[0]
     predicted = [
-        one | {"extra_args": {"prediction_token_ids": said}}
+        one | {"extra_args": {"prediction_token_ids": [*said, 1 << 40]}}
         for one, said in zip(params, plain.token_ids, strict=True)
     ]
     config = {
@@ -483,10 +509,44 @@ def test_inexact_configurations_are_refused(
     assert sentence in str(error.value)
 
 
-def test_unsupported_parameters_are_refused(bundled: str) -> None:
-    params = {"max_tokens": 2, "logprob_token_ids": [5]}
-    with pytest.raises(DecodingError, match="sampling does not support logprob_token_ids"):
-        decode(Job(engine(bundled), [Run([[1, 2]], [params], 1)], EXACT))
+REFUSED = """
+import json, sys
+from vllm import LLM, SamplingParams
+from vllm.exceptions import VLLMValidationError
+
+vllm, said = LLM(**json.loads(sys.argv[1])).llm_engine, []
+prompt = {"prompt_token_ids": [1, 2]}
+vllm.add_request("other", prompt, SamplingParams(temperature=0.0, max_tokens=4))
+for params in json.loads(sys.argv[2]):
+    try:
+        vllm.add_request("refused", prompt, SamplingParams(**params))
+    except VLLMValidationError as error:
+        said.append(str(error))
+while vllm.has_unfinished_requests():
+    (output,) = vllm.step()
+print("SAID", json.dumps([said, len(output.outputs[0].token_ids)]))
+"""
+
+
+def test_unsupported_parameters_end_no_other_request(
+    bundled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECOPS_VLLM", EXACT)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    refused = [
+        {"logprob_token_ids": [5]},
+        {"repetition_penalty": 1e39},
+        {"extra_args": {"prediction_token_ids": "text"}},
+    ]
+    command = [sys.executable, "-c", REFUSED, json.dumps(engine(bundled)), json.dumps(refused)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("SAID ")]
+    assert lines, done.stdout[-2000:] + done.stderr[-2000:]
+    said, num_tokens = json.loads(lines[0].removeprefix("SAID "))
+    assert "sampling does not support logprob_token_ids" in said[0]
+    assert "repetition_penalty must be finite and above 0 in float32" in said[1]
+    assert "prediction_token_ids must be a list of token ids" in said[2]
+    assert num_tokens == 4
 
 
 def test_each_part_runs_alone(bundled: str) -> None:

@@ -1,25 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's own drafters with weights change no bit, whether their drafts are right or not."""
 
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-from campaign import joined, params_of, prompts_of, runs_of
+from campaign import joined, runs_of, small
 from forked import decode
 from heads import NUM_HEADS, write_head
 from specops.integrations.vllm.decoding import Decoded, DecodingError, Job, Run
 from specops.integrations.vllm.settings import EXACT
 
 ENGINE = {"enforce_eager": True, "max_model_len": 512, "max_num_seqs": 32}
-
-
-def small(count: int = 24, max_tokens: int = 24) -> tuple[list[list[int]], list[dict[str, Any]]]:
-    """Return prompts and parameters of every kind."""
-    rng = random.Random(3)
-    prompts = prompts_of(count, rng)
-    return prompts, [params_of(index, max_tokens, rng) for index in range(count)]
 
 
 @pytest.fixture(scope="module")

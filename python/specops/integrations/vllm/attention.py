@@ -11,7 +11,7 @@ This module imports vLLM, so only vLLM's registry imports it, by the name the pl
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,34 +33,17 @@ from specops.integrations.vllm import threads
 
 HEAD_DIMS = [64, 96, 128, 256]
 PAGE_SIZES = [16, 32, 64]
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class SpecopsAttentionBackend(CPUAttentionBackend):  # type: ignore[misc]
     """Attention backend that replaces vLLM's CPU backend under its name."""
 
     forward_includes_kv_cache_update = True
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float32", "bfloat16", "float16"]
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
         """Return the page sizes that the op supports; vLLM splits larger blocks into these."""
         return PAGE_SIZES
-
-    @classmethod
-    def get_supported_head_sizes(cls) -> list[int]:
-        """Return the head dimensions that the op supports."""
-        return HEAD_DIMS
-
-    @classmethod
-    def supports_non_causal(cls) -> bool:
-        """Return True, since a drafter's blocks may be non-causal (see `build_for_drafting`)."""
-        return True
-
-    @classmethod
-    def supports_attn_type(cls, attn_type: str) -> bool:
-        """Return whether `attn_type` is decoder attention, the only supported type."""
-        return bool(attn_type == AttentionType.DECODER)
 
     @staticmethod
     def get_impl_cls() -> type["SpecopsAttentionImpl"]:

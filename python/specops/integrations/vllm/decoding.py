@@ -161,7 +161,7 @@ def _decode(engine: Any, run: Run, name: str) -> Decoded:
         for output in engine.step():
             if output.finished:
                 index = int(output.request_id.split("-")[1])
-                finished[index] = output.outputs[0]
+                finished[index] = output
                 running.discard(index)
     decoded.seconds = time.perf_counter() - started
     if engine.log_stats:
@@ -170,8 +170,10 @@ def _decode(engine: Any, run: Run, name: str) -> Decoded:
         decoded.num_drafts = _count_of(metrics, "spec_decode_num_draft_tokens")
         decoded.num_accepted = _count_of(metrics, "spec_decode_num_accepted_tokens")
     for index in range(len(run.prompts)):
-        decoded.token_ids.append(list(finished[index].token_ids))
-        decoded.logprobs.append([_bits(entry) for entry in finished[index].logprobs or []])
+        request, output = finished[index], finished[index].outputs[0]
+        decoded.token_ids.append(list(output.token_ids))
+        of_prompt = (request.prompt_logprobs or [])[1:]  # the first token has none
+        decoded.logprobs.append([_bits(entry) for entry in (*of_prompt, *(output.logprobs or ()))])
     return decoded
 
 

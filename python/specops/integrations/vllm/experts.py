@@ -41,7 +41,7 @@ class SpecopsRouter(CPURouter):  # type: ignore[misc]
             faults.append("experts with a routing function of the model")
         if self._hash_indices_table is not None or self.scoring_func not in _SCORINGS:
             faults.append(f"experts with the scoring {self.scoring_func}")
-        has_groups = self.use_grouped_topk and self.num_expert_group > 1
+        has_groups = self.use_grouped_topk and self.num_expert_group != 1
         if has_groups and self.e_score_correction_bias is None:
             faults.append("groups of experts without a bias")
         if self.eplb_state is not None:

@@ -47,6 +47,8 @@ def _computes(node: Node) -> str | None:
         return None
     target: Any = node.target
     if isinstance(target, torch._ops.HigherOrderOperator):
+        if not isinstance(node.args[0], torch._ops.OpOverload):
+            return str(target)  # a graph of its own, such as a branch of cond
         target = node.args[0]  # the op wrapped by auto-functionalization
     value = node.meta.get("val")
     if not isinstance(target, torch._ops.OpOverload):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Table of everything that the plug-in uses in vLLM, and its check.
+"""Table of the functions, classes and fields of vLLM that the plug-in depends on, and its check.
 
-vLLM's internal functions, fields and classes move between versions. Before the plug-in changes
-anything, it looks each of them up and compares it with the version it was written for. A mismatch
-is an error.
+vLLM's internals move between versions. Before the plug-in changes anything, it looks up each entry
+and compares it with the version that the table was written for. A mismatch is an error. Classes
+that are only imported, such as vLLM's linear kernels, are not listed.
 """
 
 import dis
@@ -26,7 +26,7 @@ class Hook:
     """A function, class or field of vLLM that the plug-in depends on.
 
     Attributes:
-        part: part of SPECOPS_VLLM that needs it; "" for all parts; SECOND_RUNNER for vLLM's second
+        part: part of SPECOPS_VLLM that needs it; "" for all parts; SECOND_RUNNER for vLLM's V2
             model runner.
         target: module:name.
         use: how the plug-in uses it: "registered" through vLLM's API; "subclassed" by a class that
@@ -286,7 +286,7 @@ HOOKS = (
         "read",
         "vllm.config.vllm:VllmConfig",
         "compilation_config additional_config lora_config scheduler_config parallel_config "
-        "model_config watermark_config speculative_config",
+        "model_config watermark_config speculative_config kv_transfer_config",
     ),
     _hook("", "read", "vllm.config.scheduler:SchedulerConfig", "async_scheduling"),
     _hook(
@@ -299,7 +299,8 @@ HOOKS = (
         "",
         "read",
         "vllm.config.model:ModelConfig",
-        "runner_type seed logprobs_mode logits_processors enable_prompt_embeds",
+        "runner_type seed logprobs_mode logits_processors enable_prompt_embeds "
+        "return_sampling_mask",
     ),
     _hook("", "read", "vllm.config.speculative:SpeculativeConfig", "rejection_sample_method"),
     _hook(
@@ -336,6 +337,12 @@ HOOKS = (
     _hook("", "read", "vllm.v1.worker.cpu_model_runner:CPUModelRunner", "get_model max_num_tokens"),
     _hook("", "called", f"{_RUNNER}:GPUModelRunner._dummy_run", "self num_tokens is_profile"),
     _hook("linear", "subclassed", f"{_WORKER}.reload_weights", "self args kwargs"),
+    _hook(
+        "linear",
+        "called",
+        f"{_RUNNER}:GPUModelRunner.reload_weights",
+        "weights_iterator weights_path is_checkpoint_format",
+    ),
     _hook("linear", "subclassed", f"{_WORKER}.finish_weight_update", "self"),
     *(_hook("", "read", layer, "") for layer in (*EXACT_LAYERS, *QUANT_METHODS)),
     *(_hook("", "read", layer, "quant_method") for layer in LINEAR_LAYERS),
@@ -367,7 +374,7 @@ HOOKS = (
         "read",
         f"{_V2}.model_runner:GPUModelRunner",
         "get_model max_num_tokens model_config req_states sampler rejection_sampler speculator "
-        "draft_tokens_handler batch_sharder",
+        "draft_tokens_handler batch_sharder prompt_logprobs_worker",
     ),
     _hook(
         SECOND_RUNNER,
@@ -400,7 +407,24 @@ HOOKS = (
         "self req_idx sampling_params",
     ),
     _hook(SECOND_RUNNER, "replaced", f"{_V2}.sample.sampler:Sampler.apply_staged_writes", "self"),
-    _hook(SECOND_RUNNER, "read", f"{_V2}.sample.sampler:Sampler", "sampling_states logprobs_mode"),
+    _hook(
+        SECOND_RUNNER,
+        "read",
+        f"{_V2}.sample.sampler:Sampler",
+        "sampling_states logprobs_mode compute_nans",
+    ),
+    _hook(
+        SECOND_RUNNER,
+        "read",
+        f"{_V2}.sample.prompt_logprob:PromptLogprobsWorker",
+        "uses_prompt_logprobs num_prompt_logprobs",
+    ),
+    _hook(
+        SECOND_RUNNER,
+        "subclassed",
+        f"{_V2}.sample.prompt_logprob:PromptLogprobsWorker.compute_prompt_logprobs",
+        "self logits_fn hidden_states input_batch all_token_ids num_computed_tokens prompt_lens",
+    ),
     _hook(
         SECOND_RUNNER,
         "replaced",

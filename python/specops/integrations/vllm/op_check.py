@@ -104,11 +104,18 @@ class OpCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
         result = func(*args, **kwargs)
         outputs = result if isinstance(result, tuple | list) else [result]
-        if not is_allowed(func, outputs, kwargs.get("alpha", 1), is_compiled=False):
+        if not is_allowed(func, outputs, _alpha_of(func, args, kwargs), is_compiled=False):
             names = self.found.setdefault(_caller(), [])
             if func._schema.name not in names:
                 names.append(func._schema.name)
         return result
+
+
+def _alpha_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return the factor of the second operand, which some overloads take by position."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    return given.get("alpha", 1)
 
 
 def look_at(runner: Any, check: OpCheck) -> None:

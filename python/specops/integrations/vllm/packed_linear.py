@@ -44,13 +44,7 @@ class PackedLinear:
         Returns:
             [.., outputs].
         """
-        packed = self._packed
-        if packed is None:
-            packed = self.pack()
-        if x.dim() == 2:
-            return dense.linear(x, packed, bias)
-        out = dense.linear(x.reshape(-1, x.shape[-1]), packed, bias)
-        return out.view(*x.shape[:-1], packed.num_outputs)
+        return multiply(x, self._packed or self.pack(), bias)
 
     def pack(self) -> dense.PackedWeight:
         """Pack the layer's current weight, IN PLACE if it was packed before."""
@@ -61,6 +55,14 @@ class PackedLinear:
         """Pack the layer's weight again after a reload, unless the layer's weight was freed."""
         if self._packed is not None and self._layer.weight.numel() > 0:
             self.pack()
+
+
+def multiply(x: Tensor, weight: dense.PackedWeight, bias: Tensor | None) -> Tensor:
+    """Multiply rows, [.., inputs], by a packed weight; return [.., outputs]."""
+    if x.dim() == 2:
+        return dense.linear(x, weight, bias)
+    out = dense.linear(x.reshape(-1, x.shape[-1]), weight, bias)
+    return out.view(*x.shape[:-1], weight.num_outputs)
 
 
 def use_packed_linear(layer: Any, remove_weight: bool) -> None:

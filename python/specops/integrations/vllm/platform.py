@@ -34,7 +34,7 @@ class SpecopsCpuPlatform(CpuPlatform):  # type: ignore[misc]
 
     @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:
-        """Refuse a request with a parameter that nothing would apply.
+        """Refuse a request with a parameter that nothing would apply, before it enters the engine.
 
         Raises:
             VLLMValidationError: the part sampling does not support a parameter.
@@ -42,10 +42,11 @@ class SpecopsCpuPlatform(CpuPlatform):  # type: ignore[misc]
         from vllm.exceptions import VLLMValidationError
         from vllm.sampling_params import SamplingParams
 
-        from specops.integrations.vllm.request_parameters import refused
+        from specops.integrations.vllm.request_parameters import check
 
         super().validate_request(processed_inputs, params)
         if "sampling" in parts_of() and isinstance(params, SamplingParams):
-            wrong = refused(params)
-            if wrong is not None:
-                raise VLLMValidationError(f"specops: sampling does not support {wrong}")
+            try:
+                check(params)
+            except ValueError as error:
+                raise VLLMValidationError(str(error)) from None

@@ -9,6 +9,7 @@ not import vLLM. Only `PredictedOutputs` needs the rest of the plug-in.
 """
 
 import atexit
+import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from specops.integrations.vllm import step_requests
 from specops.integrations.vllm.followed_texts import FollowedTexts
+from specops.integrations.vllm.request_parameters import prediction_of
 from specops.ngram import ngram_propose
 from specops.predicted_text import PredictedText
 from specops.suffix_tree import SuffixCache
@@ -26,7 +28,6 @@ from specops.suffix_tree import SuffixCache
 SUFFIX_FILE = "SPECOPS_VLLM_SUFFIX_FILE"
 # Default n-gram sizes, which are those of specops' own n-gram drafter.
 _MIN_NGRAM, _MAX_NGRAM = 2, 5
-PREDICTION = "prediction_token_ids"
 
 
 class Proposer:
@@ -125,8 +126,8 @@ class SuffixProposer(Proposer):
 class NgramProposer(Proposer):
     """Prompt lookup with `specops.ngram.ngram_propose`: drafts from earlier matches in the text.
 
-    The configuration's `prompt_lookup_min` and `prompt_lookup_max` are the n-gram sizes; the
-    defaults are 2 and 5.
+    The configuration's `prompt_lookup_min` and `prompt_lookup_max` are the n-gram sizes, if the
+    method is `ngram`. For `custom_class`, vLLM sets both to 0, and the sizes are 2 and 5.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -163,12 +164,14 @@ class NgramProposer(Proposer):
 class PredictedOutputs(Proposer):
     """Predicted outputs: drafts from `prediction_token_ids` in the request's `extra_args`.
 
-    A request without the field gets no drafts. vLLM passes rows without request ids to a proposer;
+    A request without the field gets no drafts, and a prediction ends before the first id that is
+    not in the vocabulary. vLLM passes rows without request ids to a proposer;
     the plug-in's part `sampling`, which must be enabled, records the request of each row.
     """
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__(vllm_config)
+        self._vocab_size = int(vllm_config.model_config.get_vocab_size())
         self._followed: dict[str, PredictedText] = {}
 
     def propose(
@@ -187,25 +190,14 @@ class PredictedOutputs(Proposer):
             max_drafts = self.max_drafts(sampled, len(text))
             prediction = self._followed.get(request.request_id)
             if prediction is None or prediction.num_prompt_tokens != request.num_prompt_tokens:
-                prediction = PredictedText(_prediction_of(request), request.num_prompt_tokens)
+                token_ids = itertools.takewhile(
+                    lambda token: token < self._vocab_size, prediction_of(request.sampling_params)
+                )
+                prediction = PredictedText(list(token_ids), request.num_prompt_tokens)
             followed[request.request_id] = prediction
             drafts.append(prediction.draft(text.tolist(), max_drafts) if max_drafts else [])
         self._followed = followed
         return drafts
-
-
-def _prediction_of(request: "step_requests.Row") -> list[int]:
-    """Return the prediction in a request's extra_args; empty if it has none.
-
-    Raises:
-        ValueError: it is not a list of token ids.
-    """
-    prediction = (request.sampling_params.extra_args or {}).get(PREDICTION, [])
-    if not isinstance(prediction, list) or not all(
-        isinstance(token, int) and token >= 0 for token in prediction
-    ):
-        raise ValueError(f"extra_args: {PREDICTION} must be a list of token ids, got {prediction}")
-    return prediction
 
 
 def _texts_of(sampled: Sequence[Sequence[int]], num_tokens: Any, token_ids: Any) -> list[Any]:

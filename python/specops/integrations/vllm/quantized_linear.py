@@ -22,7 +22,7 @@ from specops import dense
 from specops.checkpoints.bits import even_groups, unpacked
 from specops.checkpoints.integers import integer_weight
 from specops.integrations.vllm import threads
-from specops.integrations.vllm.packed_linear import free, put
+from specops.integrations.vllm.packed_linear import free, multiply, put
 from specops.quantization import QuantizedWeight
 
 _BITS = {
@@ -89,7 +89,7 @@ class SpecopsWna16Kernel(vllm_linear.MPLinearKernel):  # type: ignore[misc]
 
     def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply rows by the layer's weight."""
-        return _multiply(layer, x, bias)
+        return multiply(x, getattr(layer, _PACKED), bias)
 
 
 class SpecopsInt8Kernel(vllm_linear.Int8ScaledMMLinearKernel):  # type: ignore[misc]
@@ -117,18 +117,10 @@ class SpecopsInt8Kernel(vllm_linear.Int8ScaledMMLinearKernel):  # type: ignore[m
 
     def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply rows by the layer's weight."""
-        return _multiply(layer, x, bias)
+        return multiply(x, getattr(layer, _PACKED), bias)
 
 
 def _pack(layer: nn.Module, weight: QuantizedWeight) -> None:
     threads.start()
     packed = dense.pack_weight(weight, activations="int16")
     setattr(layer, _PACKED, put(getattr(layer, _PACKED, None), packed))
-
-
-def _multiply(layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
-    packed: dense.PackedWeight = getattr(layer, _PACKED)
-    if x.dim() == 2:
-        return dense.linear(x, packed, bias)
-    out = dense.linear(x.reshape(-1, x.shape[-1]), packed, bias)
-    return out.view(*x.shape[:-1], packed.num_outputs)

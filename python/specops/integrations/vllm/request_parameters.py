@@ -37,6 +37,9 @@ _OF_VLLM = (
     "routed_experts_prompt_start"
 )
 _KNOWN = frozenset(f"{_OF_THE_OPS} {_OF_VLLM}".split())
+_MOST_TOKENS = 2**31 - 1  # that a text may have
+# Key in `extra_args` of a request's predicted output.
+PREDICTION = "prediction_token_ids"
 
 
 def seed_of(request_id: str, params: Any, engine_seed: int) -> int:
@@ -53,21 +56,43 @@ def seed_of(request_id: str, params: Any, engine_seed: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
 
 
-def refused(params: Any) -> str | None:
-    """Return the names of the request's unknown parameters that are not at their default.
+def check(params: Any) -> None:
+    """Refuse parameters that vLLM accepts and specops cannot apply.
 
     Args:
         params: vLLM's SamplingParams.
 
-    Returns:
-        The names, separated by commas; None if there are none.
+    Raises:
+        ValueError: an unknown parameter is not at its default, or a value is not supported.
     """
     kind: Any = type(params)
     defaults = _unknown_of(kind)
     unsupported = [
         name for name, off in defaults.items() if not _is_same(getattr(params, name), off)
     ]
-    return ", ".join(unsupported) or None
+    if unsupported:
+        raise ValueError(f"specops: sampling does not support {', '.join(unsupported)}")
+    penalty = float(torch.tensor(params.repetition_penalty, dtype=torch.float32))
+    if not 0 < penalty < float("inf"):
+        raise ValueError(
+            "specops: repetition_penalty must be finite and above 0 in float32, got "
+            f"{params.repetition_penalty}"
+        )
+    prediction_of(params)
+
+
+def prediction_of(params: Any) -> list[int]:
+    """Return the predicted output in the `extra_args` of a request; empty if it has none.
+
+    Raises:
+        ValueError: it is not a list of token ids.
+    """
+    prediction = (params.extra_args or {}).get(PREDICTION, [])
+    if not isinstance(prediction, list) or not all(
+        isinstance(token, int) and token >= 0 for token in prediction
+    ):
+        raise ValueError(f"specops: {PREDICTION} must be a list of token ids, got {prediction!r}")
+    return prediction
 
 
 @functools.cache
@@ -121,9 +146,7 @@ class BatchParameters:
         """
         every = [row.sampling_params for row in rows]
         for params in every:
-            wrong = refused(params)
-            if wrong is not None:
-                raise ValueError(f"specops: sampling does not support {wrong}")
+            check(params)
         temperature = [
             0.0 if params.temperature < _GREEDY_BELOW else params.temperature for params in every
         ]
@@ -219,7 +242,8 @@ def _processors(rows: Sequence[Row], vocab_size: int) -> LogitsProcessors | None
             [params.bad_words_token_ids or [] for params in every]
         )
     if any(params.min_tokens for params in every):
-        tensors["min_tokens"] = torch.tensor([one.min_tokens for one in every], dtype=torch.int32)
+        least = [min(one.min_tokens, _MOST_TOKENS) for one in every]
+        tensors["min_tokens"] = torch.tensor(least, dtype=torch.int32)
         tensors["stop_token_ids"] = _table([sorted(one.all_stop_token_ids) for one in every])
         tensors["prompt_lens"] = torch.tensor(
             [row.num_prompt_tokens for row in rows], dtype=torch.int32

@@ -7,6 +7,7 @@ ops are (`op_check`). Anything else is refused by name.
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from importlib.metadata import entry_points
 from typing import Any
 
 from specops.integrations.vllm.hooks import (
@@ -31,6 +32,7 @@ _OUR_KERNELS = (
     "specops.integrations.vllm.quantized_linear:SpecopsInt8Kernel",
 )
 _PLAIN_TORCH = frozenset({"Identity", "ModuleList", "ModuleDict", "Sequential"})
+_LOGITS_PROCESSORS = "vllm.logits_processors"  # entry points, all of which vLLM loads
 _LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 _STATE_SPACE_PACKAGE = f"{_LAYER_PACKAGE}.mamba"
 
@@ -50,6 +52,9 @@ def faults_of_config(config: Any, parts: Collection[str]) -> list[str]:
     for name in ("pipeline_parallel_size", "decode_context_parallel_size"):
         if getattr(parallel, name) > 1:
             faults.append(f"{name} {getattr(parallel, name)}")
+    if config.kv_transfer_config is not None:
+        # Connectors compare only names of layouts, and specops' pages differ under vLLM's name.
+        faults.append(f"the KV connector {config.kv_transfer_config.kv_connector}")
     model = config.model_config
     if model.runner_type != "generate":
         faults.append(f"the runner {model.runner_type}")
@@ -58,6 +63,11 @@ def faults_of_config(config: Any, parts: Collection[str]) -> list[str]:
             faults.append(f"logprobs_mode {model.logprobs_mode}")
         if model.logits_processors:
             faults.append("custom logits processors")
+        installed = sorted(one.name for one in entry_points(group=_LOGITS_PROCESSORS))
+        if installed:
+            faults.append(f"logits processors of installed packages ({', '.join(installed)})")
+        if model.return_sampling_mask:
+            faults.append("return_sampling_mask")
         if config.watermark_config is not None:
             faults.append("watermarking")
         if model.enable_prompt_embeds:

@@ -16,8 +16,13 @@ import torch
 import specops
 from specops import dense
 
-# Environment variables by which vLLM binds its threads; which one depends on the OpenMP library.
-_BINDINGS = ("KMP_AFFINITY", "GOMP_CPU_AFFINITY", "OMP_PLACES")
+# Environment variables by which vLLM binds its threads, and what it writes into them; which one
+# depends on the OpenMP library. A user may have set one to something else.
+_BINDINGS = {
+    "KMP_AFFINITY": r"granularity=fine,explicit,proclist=\[([\d,]+)\]",
+    "GOMP_CPU_AFFINITY": r"([\d ]+)",
+    "OMP_PLACES": r"\{([\d,]+)\}",
+}
 # Variable for the number of numba's threads; vLLM's n-gram drafter is compiled with numba.
 _NUMBA = "NUMBA_NUM_THREADS"
 # Size of a product that is large enough to be split among any number of threads.
@@ -50,12 +55,10 @@ def _bind(cpus: set[int]) -> None:
 
 def bound_cpus(environment: Mapping[str, str]) -> set[int]:
     """Return the CPUs that vLLM's binding variables name; an empty set if there is no binding."""
-    for name in _BINDINGS:
-        text = environment.get(name, "")
-        numbers = re.search(r"proclist=\[([^]]*)\]", text) if "proclist" in text else None
-        ids = re.findall(r"\d+", numbers.group(1) if numbers else text)
-        if ids:
-            return {int(number) for number in ids}
+    for name, form in _BINDINGS.items():
+        found = re.fullmatch(form, environment.get(name, ""))
+        if found:
+            return {int(number) for number in re.findall(r"\d+", found[1])}
     return set()
 
 
@@ -66,7 +69,8 @@ def start() -> None:
         return
     _started = True
     before = _usable_cpus()
-    cpus = bound_cpus(os.environ) or _first_mask or before
+    usable = _first_mask or before
+    cpus = bound_cpus(os.environ) & usable or usable
     _bind(cpus)
     try:
         specops.set_num_threads(max(1, min(torch.get_num_threads(), len(cpus))))

@@ -16,10 +16,10 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 class ProposerSpeculator(BaseSpeculator):  # type: ignore[misc]
     """Speculator that asks a proposer of vLLM's V1 model runner for drafts.
 
-    The proposer sees what V1 would pass: the rows of the batch with their new
-    tokens, lengths and texts. Each request has as many drafts as the proposer returns; the
-    speculator is the runner's `draft_tokens_handler` as well, and reports them to the scheduler,
-    which checks them against a grammar.
+    The proposer sees what V1 would pass: the rows of the batch with their new tokens, lengths and
+    texts. Each request has as many drafts as the proposer returns, up to vLLM's limit for the step;
+    the speculator is the runner's `draft_tokens_handler` as well, and reports them to the
+    scheduler, which checks them against a grammar.
 
     Args:
         proposer: qualified name of the proposer's class.
@@ -54,6 +54,7 @@ class ProposerSpeculator(BaseSpeculator):  # type: ignore[misc]
         num_sampled: Tensor,
         *args: Any,
         dummy_run: bool = False,
+        num_speculative_tokens: int | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """Return the drafts of every request, [batch, num_speculative_tokens], padded with 0."""
@@ -67,9 +68,10 @@ class ProposerSpeculator(BaseSpeculator):  # type: ignore[misc]
             text[end - count : end].tolist()
             for text, end, count in zip(texts, lens, num_sampled.tolist(), strict=True)
         ]
-        self._drafts = self._proposer.propose(sampled, lens, texts, slot_mappings=slot_mappings)
-        for row, found in zip(drafts, self._drafts, strict=True):
-            row[: len(found)] = torch.tensor(found, dtype=torch.int64)
+        found = self._proposer.propose(sampled, lens, texts, slot_mappings=slot_mappings)
+        self._drafts = [one[:num_speculative_tokens] for one in found]
+        for row, one in zip(drafts, self._drafts, strict=True):
+            row[: len(one)] = torch.tensor(one, dtype=torch.int64)
         return drafts
 
     def set_draft_tokens(self, input_batch: Any, *args: Any) -> None:

@@ -17,7 +17,7 @@ from specops.integrations.vllm import hooks, v2_kernels
 from specops.integrations.vllm.settings import CUSTOM_CLASS, VARIABLE
 from specops.integrations.vllm.support import NotExactError
 from specops.integrations.vllm.v2_drafters import ProposerSpeculator
-from specops.integrations.vllm.v2_sampler import SpecopsSampler
+from specops.integrations.vllm.v2_sampler import SpecopsPromptLogprobs, SpecopsSampler
 
 # Proposers of vLLM's V1 model runner that take the place of vLLM's own drafters, by method.
 _PROPOSERS = {
@@ -62,8 +62,8 @@ def install(runner: Any, parts: Collection[str]) -> None:
         parts: parts of SPECOPS_VLLM.
 
     Raises:
-        NotExactError: the runner shards sampling over ranks, or neither Triton nor the part
-            sampling is available.
+        NotExactError: the runner shards sampling over ranks or counts NaNs, or neither Triton nor
+            the part sampling is available.
     """
     if isinstance(runner.speculator, ProposerSpeculator):
         runner.draft_tokens_handler = runner.speculator
@@ -76,6 +76,9 @@ def install(runner: Any, parts: Collection[str]) -> None:
         return
     if runner.batch_sharder is not None:
         raise NotExactError("specops: cannot be exact with enable_batch_sharded_sampling")
+    if runner.sampler.compute_nans:
+        raise NotExactError("specops: sampling does not support VLLM_COMPUTE_NANS_IN_LOGITS in V2")
     runner.sampler = SpecopsSampler(runner)
     if runner.rejection_sampler is not None:
         runner.rejection_sampler = runner.sampler
+    runner.prompt_logprobs_worker = SpecopsPromptLogprobs(runner.prompt_logprobs_worker)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 
 from specops import sampling
@@ -118,6 +119,40 @@ class SpecopsSampler:
             num_sampled=num_sampled,
             num_rejected=(num_scheduled - num_sampled).masked_fill_(is_partial, 0),
         )
+
+
+class SpecopsPromptLogprobs(PromptLogprobsWorker):  # type: ignore[misc]
+    """Prompt logprobs whose token ids do not depend on the other requests of a step.
+
+    vLLM asks for the k greatest logits of all rows, where k is the maximum of the step's requests.
+    Which of several equal logits these are depends on k.
+
+    Args:
+        worker: vLLM's own worker.
+    """
+
+    uses_prompt_logprobs: Any
+
+    def __init__(self, worker: PromptLogprobsWorker) -> None:
+        self.__dict__.update(vars(worker))
+
+    def compute_prompt_logprobs(
+        self,
+        logits_fn: Any,
+        hidden_states: Tensor,
+        input_batch: Any,
+        *args: Any,
+    ) -> dict[str, Any]:
+        """Compute the logprobs of the requests with the same k together."""
+        every = self.uses_prompt_logprobs
+        numbers = self.num_prompt_logprobs
+        indices = input_batch.idx_mapping_np
+        found: dict[str, Any] = {}
+        for number in sorted({*numbers[indices][every[indices]].tolist()}):
+            self.uses_prompt_logprobs = every & (numbers == number)
+            found |= super().compute_prompt_logprobs(logits_fn, hidden_states, input_batch, *args)
+        self.uses_prompt_logprobs = every
+        return found
 
 
 def _drafts_of(inputs: Tensor, indptr: Tensor) -> Tensor:

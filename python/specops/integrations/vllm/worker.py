@@ -42,19 +42,23 @@ class SpecopsWorker(CPUWorker):  # type: ignore[misc]
         with set_current_vllm_config(self.vllm_config):
             model_check.check_model(runner, parts)
 
-    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+    def reload_weights(
+        self,
+        weights_iterator: Any = None,
+        weights_path: str | None = None,
+        is_checkpoint_format: bool = True,
+    ) -> None:
         """Load weights again, and pack them again.
 
         Raises:
             ValueError: the weights are not in the checkpoint's format.
         """
-        is_checkpoint_format = kwargs.get("is_checkpoint_format", True)
         if "linear" in plugin.switched_on() and not is_checkpoint_format:
             raise ValueError(
                 "specops: is_checkpoint_format must be True, got False: linear packs the weights "
                 "and can only reload them in the checkpoint's format"
             )
-        super().reload_weights(*args, **kwargs)
+        super().reload_weights(weights_iterator, weights_path, is_checkpoint_format)
         self._pack_again()
 
     def finish_weight_update(self) -> None:
