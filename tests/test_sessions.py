@@ -189,7 +189,7 @@ FOREIGN: dict[str, tuple[str, str, dict[str, Any], str]] = {
         "naive",
         "naive",
         {"max_model_len": 64},
-        "a prompt of 90 tokens exceed the context of 64 tokens",
+        "a prompt of 90 tokens exceeds the context of 64 tokens",
     ),
 }
 

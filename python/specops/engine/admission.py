@@ -143,9 +143,11 @@ class Admission:
         """Return how many tokens fit the context after a prompt; reject a larger max_tokens."""
         room = self.max_model_len - len(token_ids)
         if (1 if params.max_tokens is None else params.max_tokens) > room:
-            asked = "" if params.max_tokens is None else f" and max_tokens {params.max_tokens}"
+            exceeds = "exceeds"
+            if params.max_tokens is not None:
+                exceeds = f"and max_tokens {params.max_tokens} exceed"
             raise ContextOverflow(
-                f"a prompt of {len(token_ids)} tokens{asked} exceed the context of "
+                f"a prompt of {len(token_ids)} tokens {exceeds} the context of "
                 f"{self.max_model_len} tokens"
             )
         return room
