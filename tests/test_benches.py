@@ -215,7 +215,7 @@ def test_vllm_is_measured_with_and_without_specops(
     bench_vllm = importlib.import_module("tools.benches.bench_vllm")
     jobs: list[Job] = []
 
-    def decode(job: Job, run: partial[list[Decoded]]) -> list[Decoded]:
+    def decode(job: Job, run: partial[tuple[int, str]]) -> list[Decoded]:
         jobs.append(job)
         assert run.keywords == {"python": str(tmp_path / "python")} and os.environ["LD_PRELOAD"]
         drafted = "speculative_config" in job.engine and not job.parts

@@ -331,16 +331,14 @@ def test_options_of_adapters_are_read_and_checked(
     ):
         with pytest.raises(Exception, match="must be NAME=PATH or"):
             lora_module(text)
+    folder = ["--runtime-lora-dir", str(tmp_path)]
+    splitwise = ["--scheduler-name", "splitwise", "--role", "mixed"]
     cases = {
-        "runtime_lora_dir must be a directory": f"--runtime-lora-dir {tmp_path}/none",
-        "runtime_lora_dir needs data_parallel_size 1": (
-            f"--runtime-lora-dir {tmp_path} --data-parallel-size 2"
-        ),
-        "runtime_lora_dir needs scheduler_name local": (
-            f"--runtime-lora-dir {tmp_path} --scheduler-name splitwise --role mixed"
-        ),
-        "max_loras must be at least the 2": "--max-loras 1 --lora-modules a=b c=d",
+        "runtime_lora_dir must be a directory": ["--runtime-lora-dir", str(tmp_path / "none")],
+        "runtime_lora_dir needs data_parallel_size 1": [*folder, "--data-parallel-size", "2"],
+        "runtime_lora_dir needs scheduler_name local": [*folder, *splitwise],
+        "max_loras must be at least the 2": ["--max-loras", "1", "--lora-modules", "a=b", "c=d"],
     }
     for message, options in cases.items():
-        assert main(options.split()) == 2
+        assert main(options) == 2
         assert message in capsys.readouterr().err

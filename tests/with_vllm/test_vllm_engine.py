@@ -260,11 +260,20 @@ def test_missing_seed_is_derived_from_the_ids_of_request_and_engine(bundled: str
     assert again == first != other
 
 
+def said_by(script: str, *arguments: Any) -> Any:
+    """Run a script with arguments in JSON; return what it prints in JSON after "SAID "."""
+    command = [sys.executable, "-c", script, *map(json.dumps, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("SAID ")]
+    assert lines, done.stdout[-2000:] + done.stderr[-2000:]
+    return json.loads(lines[0].removeprefix("SAID "))
+
+
 RELOADED = """
 import json, sys
 from vllm import LLM, SamplingParams
 
-engine, path, prompts = json.loads(sys.argv[1])
+engine, path, prompts = map(json.loads, sys.argv[1:])
 llm = LLM(**engine)
 params = SamplingParams(temperature=0.0, max_tokens=16, logprobs=3)
 given = [{"prompt_token_ids": prompt} for prompt in prompts]
@@ -287,11 +296,7 @@ except ValueError as error:
 def reloaded(how: dict[str, Any], path: str) -> tuple[Any, Any, str]:
     """Return outputs before and after an engine loads another model's weights, and an error."""
     prompts, _ = small(4)
-    command = [sys.executable, "-c", RELOADED, json.dumps([how, path, prompts])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("SAID ")]
-    assert lines, done.stdout[-2000:] + done.stderr[-2000:]
-    before, after, refusal = json.loads(lines[0].removeprefix("SAID "))
+    before, after, refusal = said_by(RELOADED, how, path, prompts)
     return before, after, refusal
 
 
@@ -344,11 +349,8 @@ def test_structured_output_has_the_same_bits_with_drafts_and_in_the_second_runne
         more = {}
         if METHODS[method]:
             more["speculative_config"] = METHODS[method] | {"num_speculative_tokens": 5}
-        command = [sys.executable, "-c", GRAMMAR, json.dumps(engine(bundled, **more))]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-        found += [line for line in done.stdout.splitlines() if line.startswith("SAID ")]
-        assert found, done.stdout[-2000:] + done.stderr[-2000:]
-    texts, _ = json.loads(found[0].removeprefix("SAID "))
+        found.append(said_by(GRAMMAR, engine(bundled, **more)))
+    texts, _ = found[0]
     assert all(re.fullmatch("(ab|cd)+[0-9]{3,9}x", text) for text in texts)
     assert found[1] == found[0]
 
@@ -538,11 +540,7 @@ def test_unsupported_parameters_end_no_other_request(
         {"repetition_penalty": 1e39},
         {"extra_args": {"prediction_token_ids": "text"}},
     ]
-    command = [sys.executable, "-c", REFUSED, json.dumps(engine(bundled)), json.dumps(refused)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("SAID ")]
-    assert lines, done.stdout[-2000:] + done.stderr[-2000:]
-    said, num_tokens = json.loads(lines[0].removeprefix("SAID "))
+    said, num_tokens = said_by(REFUSED, engine(bundled), refused)
     assert "sampling does not support logprob_token_ids" in said[0]
     assert "repetition_penalty must be finite and above 0 in float32" in said[1]
     assert "prediction_token_ids must be a list of token ids" in said[2]

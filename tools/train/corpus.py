@@ -57,7 +57,7 @@ _PSF_GRANT = re.compile(
     r"|same terms as python",
     re.IGNORECASE,
 )
-_OTHER_LICENCE = re.compile(
+_OTHER_LICENSE = re.compile(
     r"SPDX-(?:License|File)|Apache Licen[sc]e|\bMIT licen[sc]e|\bBSD\b.{0,20}licen[sc]e"
     r"|GNU (?:Lesser |General )|\bGPL\b|hereby granted|permission notice|Secret Labs"
     r"|choose between two licen[sc]es|Python [12]\.\d licen[sc]e",
@@ -94,7 +94,7 @@ def _hash(path: str) -> int:
 
 def carries_other_license(text: str) -> bool:
     """Return whether a file names a license, or a copyright holder, that is not Python's own."""
-    if _OTHER_LICENCE.search(text):
+    if _OTHER_LICENSE.search(text):
         return True
     claims = [match.group(0) for match in _CLAIM.finditer(text)]
     if all(_PYTHON_OWNER.search(claim) for claim in claims):

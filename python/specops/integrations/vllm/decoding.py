@@ -68,8 +68,9 @@ class Decoded:
 
     Attributes:
         token_ids: token ids of each output.
-        logprobs: per output token, its requested logprobs as text: token ids with the bits of their
-            logprobs; empty if none were requested.
+        logprobs: per token, its requested logprobs as text: token ids with the bits of their
+            logprobs. The tokens are those of the prompt after its first, if their logprobs were
+            requested, and then those of the output.
         seconds: duration of the run.
         steps: number of engine steps.
         num_preemptions: preemptions since the engine started; 0 if it keeps no statistics.

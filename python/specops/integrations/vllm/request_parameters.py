@@ -37,7 +37,7 @@ _OF_VLLM = (
     "routed_experts_prompt_start"
 )
 _KNOWN = frozenset(f"{_OF_THE_OPS} {_OF_VLLM}".split())
-_MOST_TOKENS = 2**31 - 1  # that a text may have
+_MAX_TEXT_LEN = 2**31 - 1
 # Key in `extra_args` of a request's predicted output.
 PREDICTION = "prediction_token_ids"
 
@@ -45,8 +45,8 @@ PREDICTION = "prediction_token_ids"
 def seed_of(request_id: str, params: Any, engine_seed: int) -> int:
     """Return the seed of a request: its own, or one derived from its id and the engine's seed.
 
-    The random characters that vLLM appends to the id are ignored. The seed is the same on
-    every rank of a distributed engine, and differs between requests.
+    The random characters that vLLM appends to the id are ignored. The seed is the same on every
+    rank of a distributed engine, and differs between requests.
     """
     if params.seed is not None:
         return int(params.seed)
@@ -65,13 +65,7 @@ def check(params: Any) -> None:
     Raises:
         ValueError: an unknown parameter is not at its default, or a value is not supported.
     """
-    kind: Any = type(params)
-    defaults = _unknown_of(kind)
-    unsupported = [
-        name for name, off in defaults.items() if not _is_same(getattr(params, name), off)
-    ]
-    if unsupported:
-        raise ValueError(f"specops: sampling does not support {', '.join(unsupported)}")
+    _check_names(params)
     penalty = float(torch.tensor(params.repetition_penalty, dtype=torch.float32))
     if not 0 < penalty < float("inf"):
         raise ValueError(
@@ -79,6 +73,16 @@ def check(params: Any) -> None:
             f"{params.repetition_penalty}"
         )
     prediction_of(params)
+
+
+def _check_names(params: Any) -> None:
+    kind: Any = type(params)
+    defaults = _unknown_of(kind)
+    unsupported = [
+        name for name, off in defaults.items() if not _is_same(getattr(params, name), off)
+    ]
+    if unsupported:
+        raise ValueError(f"specops: sampling does not support {', '.join(unsupported)}")
 
 
 def prediction_of(params: Any) -> list[int]:
@@ -134,7 +138,7 @@ class BatchParameters:
 
     @classmethod
     def of(cls, rows: Sequence[Row], engine_seed: int, vocab_size: int) -> "BatchParameters":
-        """Read the parameters of every row.
+        """Read the parameters of every row, whose values `check` has accepted.
 
         Args:
             rows: the requests.
@@ -142,11 +146,11 @@ class BatchParameters:
             vocab_size: columns of the logits.
 
         Raises:
-            ValueError: the ops do not support a parameter.
+            ValueError: an unknown parameter is not at its default.
         """
         every = [row.sampling_params for row in rows]
         for params in every:
-            check(params)
+            _check_names(params)
         temperature = [
             0.0 if params.temperature < _GREEDY_BELOW else params.temperature for params in every
         ]
@@ -242,7 +246,7 @@ def _processors(rows: Sequence[Row], vocab_size: int) -> LogitsProcessors | None
             [params.bad_words_token_ids or [] for params in every]
         )
     if any(params.min_tokens for params in every):
-        least = [min(one.min_tokens, _MOST_TOKENS) for one in every]
+        least = [min(one.min_tokens, _MAX_TEXT_LEN) for one in every]
         tensors["min_tokens"] = torch.tensor(least, dtype=torch.int32)
         tensors["stop_token_ids"] = _table([sorted(one.all_stop_token_ids) for one in every])
         tensors["prompt_lens"] = torch.tensor(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampler and rejection sampler of vLLM's V2 model runner, by `specops.sampling`.
+"""Sampler, rejection sampler and prompt logprobs of vLLM's V2 model runner.
 
 This module imports vLLM, so only the worker imports it, in a process of vLLM.
 """
@@ -137,11 +137,7 @@ class SpecopsPromptLogprobs(PromptLogprobsWorker):  # type: ignore[misc]
         self.__dict__.update(vars(worker))
 
     def compute_prompt_logprobs(
-        self,
-        logits_fn: Any,
-        hidden_states: Tensor,
-        input_batch: Any,
-        *args: Any,
+        self, logits_fn: Any, hidden_states: Tensor, input_batch: Any, *args: Any
     ) -> dict[str, Any]:
         """Compute the logprobs of the requests with the same k together."""
         every = self.uses_prompt_logprobs
