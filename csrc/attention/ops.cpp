@@ -95,7 +95,7 @@ void rope_append_kv(const TensorView& q,
   check.tensor("cos_sin", cos_sin, {DType::kFloat32}, {&max_positions, &rotary_dim});
   check.optional("q_norm_weight", q_norm_weight, {dtype}, {&head_dim});
   check.optional("k_norm_weight", k_norm_weight, {dtype}, {&head_dim});
-  bool are_pairs_neighbours = check.flag("interleaved", interleaved);
+  bool are_pairs_neighbors = check.flag("interleaved", interleaved);
   float eps = check.number("norm_eps", norm_eps);
   check.tensor("q_out", q_out, {dtype}, {&rows, &qo_heads, &head_dim});
   check.that(head_dim <= 512, "head_dim", "at most 512", head_dim.value);
@@ -127,7 +127,7 @@ void rope_append_kv(const TensorView& q,
       .k_stride = k.stride(0),
       .v_stride = v.stride(0),
       .norm_eps = eps,
-      .interleaved = are_pairs_neighbours,
+      .interleaved = are_pairs_neighbors,
       .dtype = dtype,
       .cache_dtype = cache.dtype(),
       .error = check.error_flag(),

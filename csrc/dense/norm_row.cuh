@@ -90,7 +90,7 @@ __device__ inline void norm_row(
   float mean = __fdiv_rn(squares, static_cast<float>(width));
   float scale = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(mean, eps)));
 
-  auto normalise = [&](int64_t col, int n, uint4 hidden, uint4 gains) {
+  auto normalize = [&](int64_t col, int n, uint4 hidden, uint4 gains) {
     float h[kChunk<T>], w[kChunk<T>];
     unpack_chunk<T>(h, hidden);
 #pragma unroll
@@ -104,13 +104,13 @@ __device__ inline void norm_row(
 #pragma unroll
   for (int i = 0; i < kRmsNormHeld; ++i) {
     int64_t col = column(i);
-    if (col < width) normalise(col, count(col), held[i], gain[i]);
+    if (col < width) normalize(col, count(col), held[i], gain[i]);
   }
   for (int i = kRmsNormHeld; column(i) < width; ++i) {
     int64_t col = column(i);
     int n = count(col);
     const T* hidden = residual != nullptr ? residual : x;
-    normalise(col, n, load_chunk(hidden + col, n, aligned), load_chunk(weight + col, n, aligned));
+    normalize(col, n, load_chunk(hidden + col, n, aligned), load_chunk(weight + col, n, aligned));
   }
 }
 

@@ -29,12 +29,12 @@ inline void norm_row(const T* x, T* residual, const T* weight, T* out, int64_t w
   float mean = reduce_add(squares) / static_cast<float>(width);
   F32x16 scale = set1(1.0f / __builtin_sqrtf(mean + eps));
   const T* hidden = residual != nullptr ? residual : x;
-  auto normalise = [&](int64_t col, int n) {
+  auto normalize = [&](int64_t col, int n) {
     F32x16 normed = round_to<T>(mul(load_partial(hidden + col, n), scale));
     store_partial(out + col, mul(normed, load_partial(weight + col, n)), n);
   };
-  for (int64_t col = 0; col < whole; col += kLanes) normalise(col, kLanes);
-  if (rest > 0) normalise(whole, rest);
+  for (int64_t col = 0; col < whole; col += kLanes) normalize(col, kLanes);
+  if (rest > 0) normalize(whole, rest);
 }
 
 }  // namespace

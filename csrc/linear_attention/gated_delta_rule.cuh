@@ -8,7 +8,7 @@ namespace specops {
 
 constexpr int kDeltaKeys = kMostKeyDim / kStateLanes;  // elements of a column per thread
 constexpr int kDeltaWarps = kStateThreads / kWarpSize;
-static_assert(kMostKeyDim == kStateThreads, "a thread normalises one element of q and of k");
+static_assert(kMostKeyDim == kStateThreads, "a thread normalizes one element of q and of k");
 
 // q, k and, with a decay per key channel, the decays of a row in shared memory; and the sums of
 // squares of q and k per warp.

@@ -7,7 +7,7 @@ namespace {
 
 // Converts a query or a key to floats and normalizes it to length `scale`.
 template <typename T>
-void normalise(const T* src, float* dst, int64_t dim, float scale) {
+void normalize(const T* src, float* dst, int64_t dim, float scale) {
   F32x16 squares = zero();
   for (int64_t i = 0; i < dim; i += kLanes) {
     F32x16 x = load(src + i);
@@ -86,8 +86,8 @@ void load_row(const GatedDeltaRuleParams& params,
   int64_t dim = params.key_dim;
   int64_t key = head / (params.num_value_heads / params.num_key_heads) * dim;
   float scale = 1.0f / __builtin_sqrtf(static_cast<float>(dim));
-  normalise(of_row<T>(params.q, params.q_stride, row) + key, input.q, dim, scale);
-  normalise(of_row<T>(params.k, params.k_stride, row) + key, input.k, dim, 1.0f);
+  normalize(of_row<T>(params.q, params.q_stride, row) + key, input.q, dim, scale);
+  normalize(of_row<T>(params.k, params.k_stride, row) + key, input.k, dim, 1.0f);
   const T* a = of_row<T>(params.a, params.a_stride, row) + head * params.num_decays;
   const float* dt_bias = params.dt_bias + head * params.num_decays;
   float a_log = params.a_log[head];

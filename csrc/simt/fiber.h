@@ -104,7 +104,7 @@ namespace specops::simt {
 // A stack and its saved position. The entry function of a fiber never returns.
 class Fiber {
  public:
-  void start(unsigned char* stack, size_t stack_bytes, size_t colour, void (*entry)()) {
+  void start(unsigned char* stack, size_t stack_bytes, size_t color, void (*entry)()) {
     stack_ = stack;
     stack_bytes_ = stack_bytes;
 #if defined(__SANITIZE_ADDRESS__)
@@ -112,7 +112,7 @@ class Fiber {
     fake_stack_ = nullptr;
 #endif
     // The color shifts the tops of the stacks, so that they do not all use the same cache sets.
-    unsigned char* top = stack + stack_bytes - 64 - colour;
+    unsigned char* top = stack + stack_bytes - 64 - color;
 #if defined(__x86_64__)
     auto** frame = reinterpret_cast<void**>(top) - 8;  // six registers, the entry, alignment
     for (int i = 0; i < 8; ++i) frame[i] = nullptr;

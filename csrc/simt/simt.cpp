@@ -290,10 +290,10 @@ void Machine::run_block() {
     thread.site = {};
     thread.copies.clear();
     thread.groups.clear();
-    size_t colour = static_cast<size_t>(i % 31) * 192;
+    size_t color = static_cast<size_t>(i % 31) * 192;
     thread.fiber.start(stacks_ + static_cast<size_t>(i) * kStackBytes + kPageBytes,
                        kStackBytes - kPageBytes,
-                       colour,
+                       color,
                        entry);
     if (++index.x == blockDim.x) {
       index.x = 0;

@@ -91,7 +91,7 @@ class Check {
     for (int32_t handle = state_.oldest; handle >= 0 && error_.empty();) {
       const Sequence& sequence = state_.sequences[static_cast<size_t>(handle)];
       expect(sequence.in_use == 1, "sequence ", handle, " is not in use");
-      expect(sequence.older == previous, "sequence ", handle, " has a wrong neighbour");
+      expect(sequence.older == previous, "sequence ", handle, " has a wrong neighbor");
       if (previous >= 0) {
         const Sequence& older = state_.sequences[static_cast<size_t>(previous)];
         expect(older.order < sequence.order, "sequence ", handle, " is out of order");
@@ -111,7 +111,7 @@ class Check {
            block = state_.text.blocks_[block].next) {
         const Block& it = state_.text.blocks_[block];
         expect(it.owner == handle, "block ", block, " has another owner");
-        expect(it.prev == last, "block ", block, " has a wrong neighbour");
+        expect(it.prev == last, "block ", block, " has a wrong neighbor");
         expect(it.age == (sequence.order << TokenBlocks::kIndexBits) +
                              index / kBlockTokens * kBlockTokens,
                "block ",

@@ -26,7 +26,7 @@ void turn_heads(const T* src,
       store_partial(head + i, load_partial(x + i, n), n);
     }
     if (norm_weight != nullptr) {
-      normalise(head, static_cast<const T*>(norm_weight), head_dim, params.norm_eps);
+      normalize(head, static_cast<const T*>(norm_weight), head_dim, params.norm_eps);
     }
     rotate(head, cos_sin, params.rotary_dim, params.interleaved);
     for (int64_t i = 0; i < head_dim; i += kLanes) {

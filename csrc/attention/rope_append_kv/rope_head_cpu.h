@@ -10,7 +10,7 @@ namespace {
 // Normalizes a head in place: x / rms(x) is rounded to T, multiplied by the weight and rounded to T
 // again, as in training.
 template <typename T>
-void normalise(float* head, const T* weight, int64_t head_dim, float eps) {
+void normalize(float* head, const T* weight, int64_t head_dim, float eps) {
   F32x16 squares = zero();
   for (int64_t i = 0; i < head_dim; i += kLanes) {
     F32x16 x = load_partial(head + i, static_cast<int>(head_dim - i));

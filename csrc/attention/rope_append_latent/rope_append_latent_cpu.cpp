@@ -28,7 +28,7 @@ void append_row(const RopeAppendLatentParams& params, int64_t row, const float* 
   }
   float latent[kLatentDim];
   for (int64_t i = 0; i < kLatentDim; i += kLanes) store(latent + i, load(kv + i));
-  normalise(latent, static_cast<const T*>(params.norm_weight), kLatentDim, params.norm_eps);
+  normalize(latent, static_cast<const T*>(params.norm_weight), kLatentDim, params.norm_eps);
   for (int64_t i = 0; i < kLatentDim; i += kLanes) store(slot + i, load(latent + i));
 }
 

@@ -30,7 +30,7 @@ void rope_append_latent(const TensorView& q,
   check.tensor("positions", positions, {DType::kInt32}, {&rows});
   check.tensor("cos_sin", cos_sin, {DType::kFloat32}, {&max_positions, &rotary_dim});
   check.optional("norm_weight", norm_weight, {dtype}, {&latent_dim});
-  bool are_pairs_neighbours = check.flag("interleaved", interleaved);
+  bool are_pairs_neighbors = check.flag("interleaved", interleaved);
   float eps = check.number("norm_eps", norm_eps);
   check.tensor("q_out", q_out, {dtype}, {&rows, &heads, &key_dim});
   if (rows == 0) return;
@@ -50,7 +50,7 @@ void rope_append_latent(const TensorView& q,
       .q_stride = q.stride(0),
       .kv_stride = kv.stride(0),
       .norm_eps = eps,
-      .interleaved = are_pairs_neighbours,
+      .interleaved = are_pairs_neighbors,
       .dtype = dtype,
       .error = check.error_flag(),
   };
