@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from specops.checkpoints import floats, integers
@@ -16,6 +15,7 @@ from specops.checkpoints.checkpoint import Checkpoint
 from specops.checkpoints.errors import ModelError
 from specops.checkpoints.module import Module
 from specops.checkpoints.quantization_config import quantization_settings
+from specops.checkpoints.stored_tensor import TORCH_DTYPES, StoredTensor, stored_tensors
 from specops.quantization import QuantizedWeight
 
 # Suffixes of tensors that identify a quantized module.
@@ -29,17 +29,9 @@ _STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",
 # Granite's modules that hold all experts in one weight: module -> projections in it.
 _STACKED_MODULES = {"input_linear": ("gate_proj", "up_proj"), "output_linear": ("down_proj",)}
 _BLOCKS, _SCALES, _BIAS = "_blocks", "_scales", "_bias"
-_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_FLOATS = ("F64", "F32", "BF16", "F16")
 _LFS = b"version https://git-lfs"  # the beginning of a git-lfs pointer file
 _LONGEST_NAME = 255  # characters of a file name
-_COPIED_BYTES = 1 << 20  # smaller tensors are copied, so that no file stays mapped for them
-
-
-class _Facts(NamedTuple):
-    """Header entry of a tensor: shape, and dtype by safetensors' name."""
-
-    dtype: str
-    shape: list[int]
 
 
 class _Rows(NamedTuple):
@@ -65,8 +57,8 @@ class _Rows(NamedTuple):
 class SafetensorsCheckpoint(Checkpoint):
     """The tensors of a directory, read on demand from the files that hold them.
 
-    Each tensor is mapped separately, so that its memory is released with the tensor. A large tensor
-    that is used unchanged, such as an embedding, takes memory only for the parts that are read.
+    A large tensor that is used unchanged, such as an embedding, takes memory only for the parts
+    that are read.
 
     Args:
         directory: directory with safetensors files.
@@ -77,15 +69,10 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._where: dict[str, Path] = {}
-        self._facts: dict[str, _Facts] = {}
+        self._tensors: dict[str, StoredTensor] = {}
         for name in safetensors_files(directory):
             try:
-                with safe_open(directory / name, framework="pt") as file:
-                    for tensor in file.keys():  # noqa: SIM118
-                        part = file.get_slice(tensor)
-                        self._where[tensor] = directory / name
-                        self._facts[tensor] = _Facts(part.get_dtype(), part.get_shape())
+                self._tensors |= stored_tensors(directory / name)
             except Exception as error:  # safetensors raises its own error type for damaged files
                 if is_lfs_pointer(directory / name):
                     raise ModelError(
@@ -96,7 +83,7 @@ class SafetensorsCheckpoint(Checkpoint):
         self.settings = quantization_settings(directory)
         self._readers: dict[str, Callable[[], Tensor | QuantizedWeight]] = {}
         suffixes: dict[str, list[str]] = {}
-        for name in self._where:
+        for name in self._tensors:
             module, _, suffix = name.rpartition(".")
             suffixes.setdefault(module, []).append(suffix)
         for module, own in suffixes.items():
@@ -108,7 +95,8 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def dtype(self, name: str) -> str | None:
         """Return torch's name of a tensor's dtype; None if the tensor is not of plain floats."""
-        return _DTYPES.get(self._facts[name].dtype) if name in self._facts else None
+        tensor = self._tensors.get(name)
+        return TORCH_DTYPES[tensor.dtype] if tensor and tensor.dtype in _FLOATS else None
 
     def load(self, name: str) -> Tensor | QuantizedWeight:
         """Read a weight or another tensor."""
@@ -136,16 +124,10 @@ class SafetensorsCheckpoint(Checkpoint):
             self._readers[f"{prefix}weight"] = partial(self._decoded, module, suffixes)
 
     def _is_fp8(self, name: str) -> bool:
-        return name in self._facts and self._facts[name].dtype == "F8_E4M3"
-
-    def _tensor(self, name: str, index: int | None = None) -> Tensor:
-        """Read a tensor, or one index of its first dimension."""
-        with safe_open(self._where[name], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name) if index is None else file.get_slice(name)[index]
-        return tensor.clone() if tensor.nbytes <= _COPIED_BYTES else tensor
+        return name in self._tensors and self._tensors[name].dtype == "F8_E4M3"
 
     def _plain(self, name: str) -> Tensor:
-        tensor = self._tensor(name)
+        tensor = self._tensors[name].read()
         if tensor.dtype in _NO_NUMBERS:
             kind = str(tensor.dtype).removeprefix("torch.")
             method = self.settings.get("quant_method")
@@ -158,7 +140,7 @@ class SafetensorsCheckpoint(Checkpoint):
             str(self._directory),
             name,
             suffixes,
-            lambda suffix: self._tensor(f"{name}.{suffix}" if name else suffix),
+            lambda suffix: self._tensors[f"{name}.{suffix}" if name else suffix].read(),
             self.settings,
         )
         weight = self._decoder(name, suffixes)(module)
@@ -171,7 +153,7 @@ class SafetensorsCheckpoint(Checkpoint):
         if "qweight" in suffixes:
             return integers.qweight
         if "weight_packed" in suffixes:
-            is_bytes = self._facts[f"{name}.weight_packed"].dtype == "U8"
+            is_bytes = self._tensors[f"{name}.weight_packed"].dtype == "U8"
             return floats.mxfp4 if is_bytes else integers.pack_quantized
         is_fp8 = self._is_fp8(f"{name}.weight")
         return floats.fp8 if is_fp8 else integers.plain_integers
@@ -186,14 +168,14 @@ class SafetensorsCheckpoint(Checkpoint):
         read: Callable[[str, _Rows], Tensor | QuantizedWeight]
         if blocks <= suffixes:
             own, read = blocks, self._mxfp4_of_expert
-        elif part in suffixes and len(self._facts[prefix + part].shape) == 3:
+        elif part in suffixes and len(self._tensors[prefix + part].shape) == 3:
             own, read = {part}, self._floats_of_expert
         else:
             return set()
         bias = part + _BIAS
         takes_turns = bias in suffixes
         names = _STACKED[part]
-        for expert in range(self._facts[prefix + min(own)].shape[0]):
+        for expert in range(self._tensors[prefix + min(own)].shape[0]):
             for index, name in enumerate(names):
                 which = _Rows(expert, index, len(names), takes_turns or own == blocks)
                 one = f"{prefix}{expert}.{name}"
@@ -208,9 +190,9 @@ class SafetensorsCheckpoint(Checkpoint):
         """Do the same as `_add_experts` for a module whose weight holds all experts."""
         parent, _, last = module.rpartition(".")
         weight, names = f"{module}.weight", _STACKED_MODULES.get(last)
-        if names is None or "weight" not in suffixes or len(self._facts[weight].shape) != 3:
+        if names is None or "weight" not in suffixes or len(self._tensors[weight].shape) != 3:
             return set()
-        for expert in range(self._facts[weight].shape[0]):
+        for expert in range(self._tensors[weight].shape[0]):
             for index, name in enumerate(names):
                 which = _Rows(expert, index, len(names), False)
                 read = partial(self._floats_of_expert, weight, which)
@@ -222,7 +204,7 @@ class SafetensorsCheckpoint(Checkpoint):
             str(self._directory),
             name,
             (_BLOCKS, _SCALES),
-            lambda suffix: self._tensor(f"{name}{suffix}", which.expert),
+            lambda suffix: self._tensors[f"{name}{suffix}"].read(which.expert),
             self.settings,
         )
         blocks = which.of(module.take(_BLOCKS, torch.uint8, dims=3))
@@ -230,16 +212,16 @@ class SafetensorsCheckpoint(Checkpoint):
         return floats.of_e2m1(module, blocks.flatten(1), scales)
 
     def _floats_of_expert(self, name: str, which: _Rows) -> Tensor:
-        if (dtype := self._facts[name].dtype) not in _DTYPES:
+        if (dtype := self._tensors[name].dtype) not in _FLOATS:
             raise ModelError(
                 f"{self._directory}: tensor {name} of all experts must be of floats, or in MXFP4, "
                 f"got {dtype}"
             )
-        weight = self._tensor(name, which.expert)
+        weight = self._tensors[name].read(which.expert)
         return which.of(weight.T if which.takes_turns else weight)
 
     def _bias_of_expert(self, name: str, which: _Rows) -> Tensor:
-        return which.of(self._tensor(name, which.expert))
+        return which.of(self._tensors[name].read(which.expert))
 
 
 def is_lfs_pointer(path: Path) -> bool:
