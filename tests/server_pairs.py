@@ -136,12 +136,13 @@ class ServerProcess:
     def wait(self, seconds: float = 600.0) -> None:
         """Wait until the server answers."""
         end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            assert self._process.poll() is None, "the server has ended"
-            with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
-                    return
-            time.sleep(0.1)
+        with httpx.Client(timeout=5) as http:
+            while time.monotonic() < end:
+                assert self._process.poll() is None, "the server has ended"
+                with contextlib.suppress(httpx.HTTPError):
+                    if http.get(f"{self.url}/health").status_code == 200:
+                        return
+                time.sleep(0.1)
         raise AssertionError("the server does not start")
 
     def kill(self) -> None:

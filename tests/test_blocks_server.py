@@ -12,10 +12,9 @@ for name in ("fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2", "h
     pytest.importorskip(name)
 pytest.importorskip("llguidance")
 
-import httpx
 from conformity_base import ASK, MODEL, TEMPLATE, WEATHER
 from fake_engine import FakeEngine
-from serving import Served, serving
+from serving import Served, http, serving
 from specops.engine import Engine, EngineConfig, SpeculativeConfig
 from specops.server.call_reader import CallReader
 from specops.server.chat import ChatFormat
@@ -39,7 +38,7 @@ def served() -> Iterator[Served]:
 
 
 def post(served: Served, path: str, **body: Any) -> Any:
-    answer = httpx.post(f"{served.url}/v1/{path}", json=body, timeout=300)
+    answer = http().post(f"{served.url}/v1/{path}", json=body)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -47,7 +46,7 @@ def post(served: Served, path: str, **body: Any) -> Any:
 def events(served: Served, path: str, **body: Any) -> list[dict[str, Any]]:
     """Return the events of a stream, after checking that name and type are equal."""
     found = []
-    with httpx.stream(
+    with http().stream(
         "POST", f"{served.url}/v1/{path}", json={**body, "stream": True}, timeout=300
     ) as answer:
         for one in answer.read().decode().split("\n\n")[:-1]:
@@ -87,7 +86,7 @@ def test_stop_string_can_be_included_in_the_output(served: Served, stream: bool)
     request = {"messages": [ASK], "max_tokens": 24, "temperature": 0, "stop": [",", "zz"]}
     cut = post(served, "chat/completions", **request)["choices"][0]["message"]["content"]
     body = {**request, "include_stop_str_in_output": True, "stream": stream}
-    answer = httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=300)
+    answer = http().post(f"{served.url}/v1/chat/completions", json=body)
     if stream:
         lines = [one[6:] for one in answer.text.split("\n\n") if one[6:7] == "{"]
         deltas = [json.loads(one)["choices"][0]["delta"] for one in lines]
@@ -193,7 +192,7 @@ def _text(message: dict[str, str]) -> dict[str, str]:
 def test_errors_name_the_field_of_the_api(
     served: Served, path: str, body: dict[str, Any], message: str
 ) -> None:
-    answer = httpx.post(f"{served.url}/v1/{path}", json=body)
+    answer = http().post(f"{served.url}/v1/{path}", json=body)
     assert answer.status_code == 400 and message in answer.json()["error"]["message"]
     assert ("param" in answer.json()["error"]) == (path == "responses")
 
@@ -221,7 +220,7 @@ def test_engine_failure_has_the_error_format_of_the_api(path: str) -> None:
     else:
         assert last["type"] == "error" and last["error"]["type"] == "api_error"
     with serving(Failing()) as served:
-        answer = httpx.post(f"{served.url}/v1/{path}", json=body)
+        answer = http().post(f"{served.url}/v1/{path}", json=body)
     assert answer.status_code == 500
     assert answer.json()["error"]["type"] == {"responses": "server_error"}.get(path, "api_error")
 
@@ -231,9 +230,9 @@ def test_api_key_is_accepted_in_either_header() -> None:
     with serving(FakeEngine(), api_keys=["k"]) as served:
         url = f"{served.url}/v1/messages"
         for headers in ({"x-api-key": "k"}, {"Authorization": "Bearer k"}):
-            assert httpx.post(url, json=body, headers=headers).status_code == 200
+            assert http().post(url, json=body, headers=headers).status_code == 200
         for headers in ({}, {"x-api-key": "q"}, {"x-api-key": "k", "Authorization": "Bearer q"}):
-            answer = httpx.post(url, json=body, headers=headers)
+            answer = http().post(url, json=body, headers=headers)
             assert answer.status_code == 401
             assert answer.json()["error"]["type"] == "authentication_error"
 
@@ -270,19 +269,19 @@ def test_client_sees_only_its_own_responses() -> None:
     with serving(FakeEngine(), api_keys=["k", "l"]) as served:
         mine, other = ({"Authorization": f"Bearer {key}"} for key in "kl")
         url = f"{served.url}/v1/responses"
-        made = httpx.post(url, json=body, headers=mine).json()
+        made = http().post(url, json=body, headers=mine).json()
         one = f"{url}/{made['id']}"
         for path in (one, f"{one}/input_items"):
-            assert httpx.get(path, headers=mine).status_code == 200
-            assert httpx.get(path, headers=other).json()["error"]["code"] == "response_not_found"
-        assert httpx.delete(one, headers=other).status_code == 404
-        assert httpx.get(one, headers=mine).json() == made
-        twice = httpx.get(f"{one}/input_items?limit=1&limit=2", headers=mine)
+            assert http().get(path, headers=mine).status_code == 200
+            assert http().get(path, headers=other).json()["error"]["code"] == "response_not_found"
+        assert http().delete(one, headers=other).status_code == 404
+        assert http().get(one, headers=mine).json() == made
+        twice = http().get(f"{one}/input_items?limit=1&limit=2", headers=mine)
         assert twice.status_code == 400 and "limit must occur once" in twice.text
         gone = {"id": made["id"], "object": "response", "deleted": True}
-        assert httpx.delete(one, headers=mine).json() == gone
-        assert httpx.get(one, headers=mine).status_code == 404
-        follow = httpx.post(url, json={**body, "previous_response_id": made["id"]}, headers=mine)
+        assert http().delete(one, headers=mine).json() == gone
+        assert http().get(one, headers=mine).status_code == 404
+        follow = http().post(url, json={**body, "previous_response_id": made["id"]}, headers=mine)
         assert follow.json()["error"]["code"] == "previous_response_not_found"
 
 

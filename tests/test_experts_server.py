@@ -81,11 +81,11 @@ def answers(url: str) -> list[Any]:
 
     def answer(body: dict[str, Any]) -> list[Any]:
         request = {"max_tokens": 24, "ignore_eos": True, "logprobs": 2, **body}
-        done = httpx.post(f"{url}/v1/completions", json=request, timeout=300)
+        done = http.post(f"{url}/v1/completions", json=request)
         choices = done.raise_for_status().json()["choices"]
         return [(one["text"], one["finish_reason"], one["logprobs"]) for one in choices]
 
-    with ThreadPoolExecutor(len(BODIES)) as pool:
+    with httpx.Client(timeout=300) as http, ThreadPoolExecutor(len(BODIES)) as pool:
         return list(pool.map(answer, BODIES))
 
 

@@ -142,10 +142,10 @@ def answers_of(
 
     def one(body: dict[str, Any]) -> Any:
         nonlocal count
-        answer = httpx.post(f"{frontend.url}/v1/completions", json=body, timeout=300)
+        answer = http.post(f"{frontend.url}/v1/completions", json=body)
         while "queue_unavailable" in answer.text and answer.status_code == 503:
             time.sleep(int(answer.headers["retry-after"]))
-            answer = httpx.post(f"{frontend.url}/v1/completions", json=body, timeout=300)
+            answer = http.post(f"{frontend.url}/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
         with lock:
             count += 1
@@ -154,7 +154,7 @@ def answers_of(
             then()
         return answer.json()["choices"]
 
-    with ThreadPoolExecutor(8) as pool:
+    with httpx.Client(timeout=300) as http, ThreadPoolExecutor(8) as pool:
         return list(pool.map(one, requests))
 
 
