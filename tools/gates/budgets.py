@@ -568,7 +568,7 @@ METERED: tuple[Metered, ...] = (
     _attention(128, 4, _per_arch(1343, 1343, 1343, 1388, 1371, 1425), "KvE4M3"),
     _attention(256, 1, _per_arch(758, 757, 757, 787, 791, 784), "KvE4M3"),
     _attention(256, 2, _per_arch(919, 918, 918, 953, 958, 959), "KvE4M3"),
-    _attention(512, 1, _per_arch(1082, 1082, 1082, 1113, 1109, 1102), "KvE4M3"),
+    _attention(512, 1, _per_arch(1083, 1083, 1083, 1113, 1109, 1102), "KvE4M3"),
     _streamed(1, 1, _per_arch(53, 55, 55, 50, 51, 54)),
     _streamed(2, 1, _per_arch(71, 74, 74, 71, 65, 71)),
     _streamed(1, 2, _per_arch(65, 65, 65, 62, 60, 66)),

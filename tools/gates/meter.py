@@ -80,7 +80,7 @@ class Measured:
         """Yield in words where the loop exceeds its budget."""
         if math.ceil(self.instructions) > self.budget:
             yield (
-                f"issues {self.instructions:.0f} instructions per {self.unit} in the loop at "
+                f"issues {self.instructions:g} instructions per {self.unit} in the loop at "
                 f"0x{self.address:x}, its budget is {self.budget}"
             )
 
