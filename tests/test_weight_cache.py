@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from shared_fixtures import every_isa
 from specops import dense
 from specops.api import tokenizer
-from specops.checkpoints import safetensors
+from specops.checkpoints import stored_tensor
 from specops.dense import PackedWeight
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.models import CachedWeights, WeightCache, load_model, weight_cache
@@ -164,7 +164,7 @@ def test_instruction_set_build_and_config_have_folders_of_their_own(
 
 def test_digest_of_a_build_covers_the_code_that_reads_and_packs() -> None:
     code = weight_cache._code_files()
-    for module in (dense, safetensors, weight_cache):
+    for module in (dense, stored_tensor, weight_cache):
         assert Path(module.__file__) in code
     assert Path(tokenizer.__file__) not in code
 
@@ -474,7 +474,7 @@ def mappings(name: str) -> list[dict[str, int]]:
 def test_memory_of_a_checkpoint_is_released(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(safetensors, "_COPIED_BYTES", 0)
+    monkeypatch.setattr(stored_tensor, "_COPIED_BYTES", 0)
     path = str(model_dir / "model.safetensors")
     one = source(model_dir, None, dtype=torch.float32)
     weight = read(one)
