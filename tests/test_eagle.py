@@ -275,6 +275,7 @@ def test_reports_of_skipped_passes_are_not_read(
 
     monkeypatch.setattr(RecurrentStep, "fill", poisoned)
     engine = make(target, tmp_path, max_num_seqs=2, adaptive_verification=True)
+    engine._drafting.select_by([1.0] * (engine.config.max_num_batched_tokens + 1))
     with np.errstate(all="raise"):
         engine.generate(TEXTS[:2], reporting_params(2))
     assert engine.stats.speculative.num_draft_tokens and not engine._drafting.num_failures

@@ -401,10 +401,13 @@ METHODS: dict[str, dict[str, Any]] = {
 
 def engine_of(name: str, **config: Any) -> Engine:
     own = METHODS.get(name, {})
-    # Selected drafts would depend on measured times, and so would the number of paused steps.
+    # If measured times selected drafts, the number of paused steps would depend on them.
     fixed = {"method": name, "adaptive_verification": False}
     speculative = SpeculativeConfig.from_dict({**fixed, **own})
-    return make(speculative, max_num_seqs=16, **config)
+    engine = make(speculative, max_num_seqs=16, **config)
+    if speculative.adaptive_verification:
+        engine._drafting.select_by([1.0] * (engine.config.max_num_batched_tokens + 1))
+    return engine
 
 
 def complete_owned(engine: Engine, count: int, **own: Any) -> list[Completion]:
