@@ -15,6 +15,7 @@ pytest.importorskip("llguidance")
 from conformity_base import ASK, MODEL, TEMPLATE, WEATHER
 from fake_engine import FakeEngine
 from serving import Served, http, serving
+from serving import post as send
 from specops.engine import Engine, EngineConfig, SpeculativeConfig
 from specops.server.call_reader import CallReader
 from specops.server.chat import ChatFormat
@@ -38,7 +39,7 @@ def served() -> Iterator[Served]:
 
 
 def post(served: Served, path: str, **body: Any) -> Any:
-    answer = http().post(f"{served.url}/v1/{path}", json=body)
+    answer = send(served, path, body)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -46,9 +47,8 @@ def post(served: Served, path: str, **body: Any) -> Any:
 def events(served: Served, path: str, **body: Any) -> list[dict[str, Any]]:
     """Return the events of a stream, after checking that name and type are equal."""
     found = []
-    with http().stream(
-        "POST", f"{served.url}/v1/{path}", json={**body, "stream": True}, timeout=300
-    ) as answer:
+    request = {**body, "stream": True}
+    with http().stream("POST", f"{served.url}/v1/{path}", json=request) as answer:
         for one in answer.read().decode().split("\n\n")[:-1]:
             name, data = one.split("\n")
             found.append(json.loads(data.removeprefix("data: ")))
@@ -86,7 +86,7 @@ def test_stop_string_can_be_included_in_the_output(served: Served, stream: bool)
     request = {"messages": [ASK], "max_tokens": 24, "temperature": 0, "stop": [",", "zz"]}
     cut = post(served, "chat/completions", **request)["choices"][0]["message"]["content"]
     body = {**request, "include_stop_str_in_output": True, "stream": stream}
-    answer = http().post(f"{served.url}/v1/chat/completions", json=body)
+    answer = send(served, "chat/completions", body)
     if stream:
         lines = [one[6:] for one in answer.text.split("\n\n") if one[6:7] == "{"]
         deltas = [json.loads(one)["choices"][0]["delta"] for one in lines]
@@ -192,7 +192,7 @@ def _text(message: dict[str, str]) -> dict[str, str]:
 def test_errors_name_the_field_of_the_api(
     served: Served, path: str, body: dict[str, Any], message: str
 ) -> None:
-    answer = http().post(f"{served.url}/v1/{path}", json=body)
+    answer = send(served, path, body)
     assert answer.status_code == 400 and message in answer.json()["error"]["message"]
     assert ("param" in answer.json()["error"]) == (path == "responses")
 
@@ -220,7 +220,7 @@ def test_engine_failure_has_the_error_format_of_the_api(path: str) -> None:
     else:
         assert last["type"] == "error" and last["error"]["type"] == "api_error"
     with serving(Failing()) as served:
-        answer = http().post(f"{served.url}/v1/{path}", json=body)
+        answer = send(served, path, body)
     assert answer.status_code == 500
     assert answer.json()["error"]["type"] == {"responses": "server_error"}.get(path, "api_error")
 

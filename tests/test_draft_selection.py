@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from checkpoints import write_tokenizer
 from mtp_checkpoints import make_mtp_checkpoint
+from row_costs import set_row_cost
 from specops.api import config as engine_config
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig, step_costs
 from specops.engine.drafters.acceptance import MethodAcceptance, RequestAcceptance
@@ -348,7 +349,7 @@ def test_confidences_come_from_the_drafting_stage(
 
     monkeypatch.setattr(RecurrentStep, "fill", poisoned)
     engine = make(model_dir, {"method": "mtp", "adaptive_verification": True})
-    engine._drafting.select_by([1.0] * 65)
+    set_row_cost(engine)
     hybrid: dict[str, Any] = {"method": f"mtp+{second}", "num_model_steps": 1}
     hybrid |= {"num_speculative_tokens": 4, "min_ngram_size": 1}
     prompts = [list(range(1, 150)), [3, 4]] * 2  # the prompts make ngram and suffix draft
@@ -390,7 +391,7 @@ def test_nan_probabilities_affect_only_their_request(
 
     monkeypatch.setattr(PassReports, "read", poisoned)
     engine = make(model_dir, {"method": "mtp", "adaptive_verification": True})
-    engine._drafting.select_by([1.0] * 65)
+    set_row_cost(engine)
     done = engine.generate(PROMPTS, PARAMS)
     drafts = [one.stats.num_draft_tokens for one in done]
     assert [count > 0 for count in drafts] == [True, False, True, True]
@@ -404,7 +405,7 @@ def test_invalid_confidence_affects_only_its_request(model_dir: Path) -> None:
     engine = make(
         model_dir, {"method": "ngram", "min_ngram_size": 1, "adaptive_verification": True}
     )
-    engine._drafting.select_by([1.0] * 65)
+    set_row_cost(engine)
     names = [engine.add_request(*one) for one in zip(PROMPTS, PARAMS, strict=True)]
     wrong = iter([np.nan, 1.5, -0.5])
     planted = 0

@@ -14,6 +14,7 @@ from eagle_oracle import DIM, EPS, HEADS, KV_HEADS, MLP, THETA, VOCAB, WIDTH
 from eagle_oracle import attention as attended
 from eagle_oracle import norm as normed
 from fake_gpu import FakeGpu
+from row_costs import set_row_cost
 from safetensors.torch import save_file
 from specops.api.errors import ModelError
 from specops.engine import Engine
@@ -275,7 +276,7 @@ def test_reports_of_skipped_passes_are_not_read(
 
     monkeypatch.setattr(RecurrentStep, "fill", poisoned)
     engine = make(target, tmp_path, max_num_seqs=2, adaptive_verification=True)
-    engine._drafting.select_by([1.0] * (engine.config.max_num_batched_tokens + 1))
+    set_row_cost(engine)
     with np.errstate(all="raise"):
         engine.generate(TEXTS[:2], reporting_params(2))
     assert engine.stats.speculative.num_draft_tokens and not engine._drafting.num_failures

@@ -17,6 +17,7 @@ import pytest
 from checkpoints import write_config
 from fake_gpu import FakeGpu
 from pages import check_pages
+from row_costs import set_row_cost
 from specops.api.outputs import PromptLogprobs
 from specops.api.tokenizer import TextStream
 from specops.engine import (
@@ -248,7 +249,7 @@ def is_victim(_: Any, request: Request, *others: Any) -> bool:
 def drafting_engine(model_dir: Path) -> Engine:
     """Return an engine with adaptive verification, in which rows cost nothing."""
     engine = make(model_dir, NAIVE)
-    engine._drafting.select_by([1.0] * (engine.config.max_num_batched_tokens + 1))
+    set_row_cost(engine)
     return engine
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from row_costs import set_row_cost
 from specops.api.config import EngineConfig
 from specops.api.outputs import PromptLogprobs
 from specops.engine import (
@@ -406,7 +407,7 @@ def engine_of(name: str, **config: Any) -> Engine:
     speculative = SpeculativeConfig.from_dict({**fixed, **own})
     engine = make(speculative, max_num_seqs=16, **config)
     if speculative.adaptive_verification:
-        engine._drafting.select_by([1.0] * (engine.config.max_num_batched_tokens + 1))
+        set_row_cost(engine)
     return engine
 
 

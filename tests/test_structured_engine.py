@@ -20,6 +20,7 @@ pytest.importorskip("jsonschema")
 
 import jsonschema
 from fake_gpu import FakeGpu
+from row_costs import set_row_cost
 from schemas import BY_HAND, bounded, generated, record
 from specops.api.structured import StructuredOutput
 from specops.engine import (
@@ -375,8 +376,7 @@ def test_selection_of_drafts_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> 
     counts = []
     for row in (1.0, 0.0):
         before = engine.stats.speculative.num_draft_tokens
-        most = engine.config.max_num_batched_tokens
-        engine._drafting.select_by([1.0 + row * rows for rows in range(most + 1)])
+        set_row_cost(engine, row)
         assert bits(run(engine, jobs_of(BY_HAND, 0.8), own)) == expected
         counts.append(engine.stats.speculative.num_draft_tokens - before)
     assert 0 < counts[0] < counts[1]

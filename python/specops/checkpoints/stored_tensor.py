@@ -68,6 +68,8 @@ class StoredTensor:
         dtype = getattr(torch, TORCH_DTYPES.get(self.dtype, ""), None)
         if dtype is None:
             raise ModelError(f"{self.path}: tensor {self.name} is {self.dtype}, which is not read")
+        if self.path.stat().st_size < self.end:
+            raise ModelError(f"{self.path}: the file has become shorter")
         begin, end, shape = self.begin, self.end, self.shape
         if index is not None:
             size = (end - begin) // shape[0]
@@ -79,8 +81,7 @@ class StoredTensor:
             data = torch.empty(end - begin, dtype=torch.uint8)
             with self.path.open("rb") as opened:
                 opened.seek(begin)
-                if opened.readinto(data.numpy().data) != len(data):
-                    raise ModelError(f"{self.path}: the file has become shorter")
+                opened.readinto(data.numpy().data)
         return data.view(dtype).view(shape)
 
 
@@ -96,15 +97,9 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
     header.pop("__metadata__", None)
-    start = 8 + size
+    base = 8 + size
     return {
-        name: StoredTensor(
-            path,
-            name,
-            entry["dtype"],
-            tuple(entry["shape"]),
-            start + entry["data_offsets"][0],
-            start + entry["data_offsets"][1],
-        )
-        for name, entry in header.items()
+        name: StoredTensor(path, name, one["dtype"], tuple(one["shape"]), base + begin, base + end)
+        for name, one in header.items()
+        for begin, end in [one["data_offsets"]]
     }
