@@ -283,6 +283,50 @@ def test_rows_have_the_bits_of_their_expert_alone(
         assert torch.equal(again, out[:-4])
 
 
+@pytest.mark.parametrize("counts", [[0, 65, 1, 20], [130, 0, 70]])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "outputs,inputs,activation,use_bias",
+    [(134, 72, None, True), (36, 520, "silu", True), (130, 77, None, False)],
+)
+def test_many_rows_of_experts_have_the_bits_of_linear(
+    device: str,
+    on_cuda: bool,
+    dtype: torch.dtype,
+    counts: list[int],
+    outputs: int,
+    inputs: int,
+    activation: str | None,
+    use_bias: bool,
+) -> None:
+    """CUDA multiplies tiles of 64 or 128 rows, except of 77 inputs, which are not aligned."""
+    if not on_cuda:
+        pytest.skip("CPU kernels have one form for every number of rows")
+    experts, rows = len(counts), 50
+    weights = packed(make_experts(experts, outputs, inputs, dtype, device), activation)
+    stacked = moe.stack_experts(iter(weights), experts)
+    bias = torch.randn(experts, outputs).to(dtype).to(device) if use_bias else None
+    x = torch.randn(rows, inputs).to(dtype).to(device)
+    indptr = torch.tensor([0, *torch.tensor(counts).cumsum(0)], dtype=torch.int32, device=device)
+    indices = torch.randint(0, rows, (sum(counts),), dtype=torch.int32, device=device)
+    want = torch.cat(
+        [
+            dense.linear(own, weights[e], None if bias is None else bias[e])
+            for e, own in enumerate(x[indices.long()].split(counts))
+        ]
+    )
+    assert torch.equal(moe.moe_linear(x, stacked, indptr, indices, bias), want)
+    assert torch.equal(moe.moe_linear(x[indices.long()], stacked, indptr, None, bias), want)
+    wrong = indices.clone()
+    wrong[2] = rows
+    with expect_fault(on_cuda, "moe_linear: row_indices.* must be a row of x"):
+        got = moe.moe_linear(x, stacked, indptr, wrong, None)
+    zeros = torch.zeros_like(got[2])
+    want = moe.moe_linear(x, stacked, indptr, indices, None)
+    want[2] = zeros
+    assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_moe_linear(device: str, isa: str, dtype: torch.dtype) -> None:
     weights = make_experts(5, 34, 70, dtype, device)

@@ -68,7 +68,7 @@ CONV = "test_linear_attention.py conv"
 STATES = "test_linear_attention.py delta or states"
 GATE = "test_dense.py output_gate"
 ROUTE = "test_moe.py route or lowest or router"
-EXPERTS = "test_moe.py sort or combine or alone or out_of_range"
+EXPERTS = "test_moe.py sort or combine or alone or many_rows or out_of_range"
 TYPICAL = "test_logits_processors.py typical and not large and not nearest"
 TYPICAL_TIES = "test_logits_processors.py nearest and simt"
 TYPICAL_RACE = "test_logits_processors.py retains_the_smallest"
@@ -120,8 +120,15 @@ MUTATIONS = [
     Mutation(
         "a tile goes on into the rows of the next expert",
         "moe/moe_linear.cuh",
-        "int rows = min(__shfl_sync(kFullMask, end, owner) - at, kExpertRows);",
-        "int rows = min(static_cast<int>(params.rows) - at, kExpertRows);",
+        "int rows = min(__shfl_sync(kFullMask, end, owner) - at, kTileRows);",
+        "int rows = min(static_cast<int>(params.rows) - at, kTileRows);",
+        EXPERTS,
+    ),
+    Mutation(
+        "a row that does not exist is read",
+        "gemm/tile.cuh",
+        "x_ends[i] = start == nullptr ? 0 : x_ends[0];",
+        "x_ends[i] = x_ends[0];",
         EXPERTS,
     ),
     Mutation(
@@ -378,8 +385,8 @@ MUTATIONS = [
     Mutation(
         "inputs past the last are read by chunks",
         "gemm/tile.cuh",
-        "x_end = min(end_input, num_inputs) - x_chunk * 8;",
-        "x_end = end_input - x_chunk * 8;",
+        "x_ends[0] = min(end_input, num_inputs) - x_chunk * 8;",
+        "x_ends[0] = end_input - x_chunk * 8;",
         LINEAR_RACE,
         "race",
     ),

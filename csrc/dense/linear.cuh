@@ -89,46 +89,16 @@ __global__ void __launch_bounds__(2 * kRows)
     linear_tile_kernel(LinearParams params, GemmPlan plan) {
   wait_for_previous_kernel();
   using Shape = TileShape<kWarpTiles, kRows>;
-  auto* smem = reinterpret_cast<uint4*>(shared_memory());
-  TilePlace<Shape> place(params, plan);
-  TileCopy<T, Shape, kAligned> copy(params, plan, place, smem);
-  TileProducts<T, Shape> products(copy, smem);
-  TileTotals<Shape> totals(smem);
-  constexpr int kSlotBytes = TileProducts<T, Shape>::kSlotBytes;
-#pragma unroll
-  for (int i = 0; i < Shape::kStages; ++i) {
-    copy.fetch_weights(moved(copy.w_to, i * kSlotBytes));
-    copy.fetch_x(moved(copy.x_to, i * kSlotBytes));
-  }
-  ptx::cp_async_wait<Shape::kStages - 1>();
-  __syncthreads();
-  products.start();
-  uint4 *w_put = copy.w_to, *x_put = copy.x_to;  // destinations in the slot of the current stage
-  for (int leaf = place.first_leaf; leaf < place.last_leaf; ++leaf) {
-    int end = min((leaf + 1) * place.leaf_stages, place.last_stage);
-    for (int stage = leaf * place.leaf_stages; stage < end; ++stage) {
-      products.add_stage(copy, w_put, x_put);
-    }
-    totals.fold(products.sums, leaf == place.first_leaf, leaf + 1 == place.last_leaf);
-  }
-
-  TileItems<Shape> items(products.sums, place);
-  auto finish_item = [&](int i, float4 sum) {
-    int row = items.row_of(i);
-    if (row >= place.rows_left) return;
-    finish4<T>(params, plan.quads, place.first_row + row, items.output_of(i), sum);
+  BandPlace band((params.rows + kRows - 1) / kRows, output_tiles<Shape>(params));
+  TilePlace<Shape> place(params, plan, band.row_tile * kRows, band.output_tile);
+  auto row_at = [&](int64_t row) {
+    return static_cast<const T*>(params.x) + row * params.x_stride;
   };
-  if constexpr (Shape::kSplits) {
-    if (plan.split) {
-      LeafWorkspace workspace{reinterpret_cast<int32_t*>(params.workspace),
-                              params.workspace + kLinearCounters,
-                              params.error,
-                              kLinearWorkspace};
-      return meet_leaves(items, params, plan, place, workspace, finish_item);
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < TileItems<Shape>::kItems; ++i) finish_item(i, items.sum_of(i));
+  LeafWorkspace workspace{reinterpret_cast<int32_t*>(params.workspace),
+                          params.workspace + kLinearCounters,
+                          params.error,
+                          kLinearWorkspace};
+  tile_rows<T, Shape, kAligned, false>(params, plan, place, row_at, workspace);
 }
 
 // Computes the same as linear_stream_kernel for float32, without tensor cores, in tiles of 32

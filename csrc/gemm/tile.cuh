@@ -47,6 +47,20 @@ struct LeafWorkspace {
   ErrorCode fault;  // code for a counter that was not zero
 };
 
+// Place of a block among the tiles: rows are fastest within bands of row tiles, so that the blocks
+// which run together share weights and x in the L2 cache.
+struct BandPlace {
+  int64_t row_tile, output_tile;
+
+  __device__ BandPlace(int64_t row_tiles, int64_t output_tiles) {
+    int64_t band = blockIdx.x / (output_tiles * kTileBand);
+    int64_t in_band = blockIdx.x % (output_tiles * kTileBand);
+    int64_t band_rows = min(row_tiles - band * kTileBand, int64_t{kTileBand});
+    row_tile = band * kTileBand + in_band % band_rows;
+    output_tile = in_band / band_rows;
+  }
+};
+
 // The tile of a block, and the range of leaves and stages that the block sums.
 template <typename Shape>
 struct TilePlace {
@@ -54,14 +68,8 @@ struct TilePlace {
   int rows_left;
   int leaf_stages, first_leaf, last_leaf, first_stage, last_stage;
 
-  __device__ TilePlace(const GemmParams& params, const GemmPlan& plan) {
-    int64_t row_tiles = (params.rows + Shape::kRows - 1) / Shape::kRows;
-    int64_t output_tiles = (params.weight.num_outputs + Shape::kOutputs - 1) / Shape::kOutputs;
-    int64_t band = blockIdx.x / (output_tiles * kTileBand);
-    int64_t in_band = blockIdx.x % (output_tiles * kTileBand);
-    int64_t band_rows = min(row_tiles - band * kTileBand, int64_t{kTileBand});
-    first_row = (band * kTileBand + in_band % band_rows) * Shape::kRows;
-    output_tile = in_band / band_rows;
+  __device__ TilePlace(const GemmParams& params, const GemmPlan& plan, int64_t row, int64_t tile)
+      : first_row(row), output_tile(tile) {
     rows_left = static_cast<int>(min(params.rows - first_row, int64_t{Shape::kRows}));
 
     constexpr int kStagesOfPlan = 2 / Shape::kSteps;
@@ -73,14 +81,20 @@ struct TilePlace {
   }
 };
 
+template <typename Shape>
+__device__ inline int64_t output_tiles(const GemmParams& params) {
+  return (params.weight.num_outputs + Shape::kOutputs - 1) / Shape::kOutputs;
+}
+
 // The copies that one thread makes: vectors of one tile of weights, and one chunk of every
 // kRowsApart-th row of x.
 // Eight lanes that read chunks of two rows must hit all banks. Rows of 64 bytes do so without
 // further measures; of rows of 128 bytes, every second one has its halves swapped. Tiles and rows
-// past the last one are replaced by copies of the last one, and their results are dropped.
+// past the last one are replaced by copies of the last one, and their results are dropped. With
+// kGathered, row_at(row) may return nullptr for a row of zeros.
 // Stages are copied to the slots of the ring in turn. Past the last stage, zeros are written and
 // nothing is read, so that all iterations of the loop are alike.
-template <typename T, typename Shape, bool kAligned>
+template <typename T, typename Shape, bool kAligned, bool kGathered>
 struct TileCopy {
   static constexpr int kTileVectors = Shape::kSteps * kStepVectors;
   static constexpr int kTileThreads = Shape::kThreads / Shape::kTiles;
@@ -92,15 +106,18 @@ struct TileCopy {
   const uint4* weights;
   const T* xs[kCopiedRows];
   uint4 *w_to, *x_to;  // in the first slot
-  int x_chunk, num_inputs, input, end_input, x_end;
+  int x_chunk, num_inputs, input, end_input;
+  int x_ends[kGathered ? kCopiedRows : 1];  // the rows are zero from this input on
 
   static __device__ int x_place(int row, int chunk) {
     return row * kRowChunks + (Shape::kSteps == 2 ? chunk ^ (row % 2 * 4) : chunk);
   }
 
+  template <typename RowAt>
   __device__ TileCopy(const GemmParams& params,
                       const GemmPlan& plan,
                       const TilePlace<Shape>& place,
+                      const RowAt& row_at,
                       uint4* smem) {
     int thread = static_cast<int>(threadIdx.x);
     int64_t tile = min(place.output_tile * Shape::kTiles + thread / kTileThreads,
@@ -109,19 +126,21 @@ struct TileCopy {
               thread % kTileThreads;
     ptx::forget(weights);
     w_to = smem + thread / kTileThreads * kTileVectors + thread % kTileThreads;
-    int x_row = thread / kRowChunks;
-    x_chunk = thread % kRowChunks;
-#pragma unroll
-    for (int i = 0; i < kCopiedRows; ++i) {
-      int64_t row = place.first_row + min(x_row + i * kRowsApart, place.rows_left - 1);
-      xs[i] = static_cast<const T*>(params.x) + row * params.x_stride + x_chunk * 8;
-      ptx::forget(xs[i]);
-    }
-    x_to = smem + Shape::kWeights + x_place(x_row, x_chunk);
     num_inputs = static_cast<int>(params.weight.num_inputs);
     input = place.first_stage * kStageInputs;
     end_input = place.last_stage * kStageInputs;
-    x_end = min(end_input, num_inputs) - x_chunk * 8;
+    int x_row = thread / kRowChunks;
+    x_chunk = thread % kRowChunks;
+    x_ends[0] = min(end_input, num_inputs) - x_chunk * 8;
+#pragma unroll
+    for (int i = kCopiedRows - 1; i >= 0; --i) {
+      int64_t row = place.first_row + min(x_row + i * kRowsApart, place.rows_left - 1);
+      const T* start = row_at(row);
+      if constexpr (kGathered) x_ends[i] = start == nullptr ? 0 : x_ends[0];
+      xs[i] = start + x_chunk * 8;
+      ptx::forget(xs[i]);
+    }
+    x_to = smem + Shape::kWeights + x_place(x_row, x_chunk);
   }
 
   __device__ void fetch_weights(uint4* put) const {
@@ -138,10 +157,11 @@ struct TileCopy {
 #pragma unroll
     for (int i = 0; i < kCopiedRows; ++i) {
       uint4* to = put + i * Shape::kThreads;
+      bool has_inputs = input < x_ends[kGathered ? i : 0];
       if constexpr (kAligned) {
-        ptx::cp_async_16(to, xs[i] + input, input < x_end);
+        ptx::cp_async_16(to, xs[i] + input, has_inputs);
       } else {
-        *to = load_inputs(input < x_end ? xs[i] : nullptr, input, num_inputs - x_chunk * 8, false);
+        *to = load_inputs(has_inputs ? xs[i] : nullptr, input, num_inputs - x_chunk * 8, false);
       }
     }
     input += kStageInputs;
@@ -370,6 +390,48 @@ __device__ inline void meet_leaves(const TileItems<Shape>& items,
       end(first + i, sum);
     }
   }
+}
+
+// Computes the outputs of one tile. row_at(row) returns the start of a row of x (see TileCopy).
+template <typename T, typename Shape, bool kAligned, bool kGathered, typename RowAt>
+__device__ inline void tile_rows(const GemmParams& params,
+                                 const GemmPlan& plan,
+                                 const TilePlace<Shape>& place,
+                                 const RowAt& row_at,
+                                 const LeafWorkspace& workspace) {
+  auto* smem = reinterpret_cast<uint4*>(shared_memory());
+  TileCopy<T, Shape, kAligned, kGathered> copy(params, plan, place, row_at, smem);
+  TileProducts<T, Shape> products(copy, smem);
+  TileTotals<Shape> totals(smem);
+  constexpr int kSlotBytes = TileProducts<T, Shape>::kSlotBytes;
+#pragma unroll
+  for (int i = 0; i < Shape::kStages; ++i) {
+    copy.fetch_weights(moved(copy.w_to, i * kSlotBytes));
+    copy.fetch_x(moved(copy.x_to, i * kSlotBytes));
+  }
+  ptx::cp_async_wait<Shape::kStages - 1>();
+  __syncthreads();
+  products.start();
+  uint4 *w_put = copy.w_to, *x_put = copy.x_to;  // destinations in the slot of the current stage
+  for (int leaf = place.first_leaf; leaf < place.last_leaf; ++leaf) {
+    int end = min((leaf + 1) * place.leaf_stages, place.last_stage);
+    for (int stage = leaf * place.leaf_stages; stage < end; ++stage) {
+      products.add_stage(copy, w_put, x_put);
+    }
+    totals.fold(products.sums, leaf == place.first_leaf, leaf + 1 == place.last_leaf);
+  }
+
+  TileItems<Shape> items(products.sums, place);
+  auto finish_item = [&](int i, float4 sum) {
+    int row = items.row_of(i);
+    if (row >= place.rows_left) return;
+    finish4<T>(params, plan.quads, place.first_row + row, items.output_of(i), sum);
+  };
+  if constexpr (Shape::kSplits) {
+    if (plan.split) return meet_leaves(items, params, plan, place, workspace, finish_item);
+  }
+#pragma unroll
+  for (int i = 0; i < TileItems<Shape>::kItems; ++i) finish_item(i, items.sum_of(i));
 }
 
 }  // namespace specops

@@ -16,8 +16,7 @@ dim3 grid_of(const MoeLinearParams& params, int64_t output_tiles) {
 }
 
 template <typename T>
-void run(const MoeLinearParams& params, CudaStream stream) {
-  GemmPlan plan = plan_of(params, false);
+void launch_stream(const MoeLinearParams& params, const GemmPlan& plan, CudaStream stream) {
   int slots = 4 / plan.leaves, warps = slots * plan.leaves;
   launch(moe_stream_kernel<T>,
          grid_of(params, ceil_div(weight_groups(params.weight.num_outputs), slots)),
@@ -27,6 +26,32 @@ void run(const MoeLinearParams& params, CudaStream stream) {
          params,
          plan,
          row_tiles_of(params));
+}
+
+template <typename T, int kRows>
+void launch_tiles(const MoeLinearParams& params, const GemmPlan& plan, CudaStream stream) {
+  using Shape = TileShape<2, kRows>;
+  int64_t row_tiles = most_row_tiles(params.rows, params.num_experts, kRows);
+  int64_t tiles = row_tiles * ceil_div(params.weight.num_outputs, Shape::kOutputs);
+  launch(moe_tile_kernel<T, kRows>,
+         dim3(static_cast<unsigned>(tiles)),
+         dim3(Shape::kThreads),
+         Shape::kSmemBytes,
+         stream,
+         params,
+         plan,
+         row_tiles);
+}
+
+// If experts have more than kExpertRows rows on average, the stream kernel would read most weights
+// more than once.
+template <typename T>
+void run(const MoeLinearParams& params, CudaStream stream) {
+  GemmPlan plan = plan_of(params, false);
+  int64_t expert_rows = ceil_div(params.rows, params.num_experts);
+  if (expert_rows <= kExpertRows || !plan.aligned) return launch_stream<T>(params, plan, stream);
+  if (expert_rows <= 64) return launch_tiles<T, 64>(params, plan, stream);
+  launch_tiles<T, 128>(params, plan, stream);
 }
 
 void run_float(const MoeLinearParams& params, CudaStream stream) {

@@ -6,17 +6,18 @@
 #include "gemm/code_product.cuh"
 #include "gemm/float_rows.cuh"
 #include "gemm/stream.cuh"
+#include "gemm/tile.cuh"
 #include "moe/moe_linear.h"
 
 namespace specops {
 
-constexpr int kExpertRows = 8;  // rows per tile
+constexpr int kExpertRows = 8;  // rows per tile, except in moe_tile_kernel
 static_assert(kExpertRows == kFloatRows);
 
-// Returns an upper bound on the number of row tiles for `pairs` pairs: each expert may have one
-// incomplete tile.
-inline int64_t most_row_tiles(int64_t pairs, int64_t num_experts) {
-  return pairs / kExpertRows + (num_experts < pairs ? num_experts : pairs);
+// Returns an upper bound on the number of tiles of `tile_rows` rows for `pairs` pairs: each expert
+// may have one incomplete tile.
+inline int64_t most_row_tiles(int64_t pairs, int64_t num_experts, int64_t tile_rows = kExpertRows) {
+  return pairs / tile_rows + (num_experts < pairs ? num_experts : pairs);
 }
 
 // A tile of rows of one expert. rows is 0 if the tile does not exist.
@@ -27,6 +28,7 @@ struct ExpertTile {
 // Returns tile `index`, counted over the rows of all experts in order. Every warp of a block calls
 // it. There are no tiles from the first expert with a fault on, because later row ranges could
 // overlap earlier ones.
+template <int kTileRows = kExpertRows>
 __device__ inline ExpertTile expert_tile(const MoeLinearParams& params, int64_t index) {
   int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   int experts = static_cast<int>(params.num_experts), left = static_cast<int>(index);
@@ -45,7 +47,7 @@ __device__ inline ExpertTile expert_tile(const MoeLinearParams& params, int64_t 
     }
     unsigned wrong = __ballot_sync(kFullMask, is_wrong);
     if (wrong != 0 && lane >= __ffs(static_cast<int>(wrong))) end = begin;
-    int tiles = (end - begin + kExpertRows - 1) / kExpertRows, sum = tiles;
+    int tiles = (end - begin + kTileRows - 1) / kTileRows, sum = tiles;
 #pragma unroll
     for (int apart = 1; apart < kWarpSize; apart *= 2) {
       int other = __shfl_up_sync(kFullMask, sum, apart);
@@ -55,8 +57,8 @@ __device__ inline ExpertTile expert_tile(const MoeLinearParams& params, int64_t 
     if (reach != 0) {
       int owner = __ffs(static_cast<int>(reach)) - 1;
       int within = left - __shfl_sync(kFullMask, sum - tiles, owner);
-      int at = __shfl_sync(kFullMask, begin, owner) + within * kExpertRows;
-      int rows = min(__shfl_sync(kFullMask, end, owner) - at, kExpertRows);
+      int at = __shfl_sync(kFullMask, begin, owner) + within * kTileRows;
+      int rows = min(__shfl_sync(kFullMask, end, owner) - at, kTileRows);
       return {first + owner, at, rows};
     }
     if (wrong != 0) break;
@@ -103,6 +105,31 @@ __global__ void __launch_bounds__(128)
   stream_rows<T, 2, 1>(one, plan, blockIdx.x / row_tiles, [&](int64_t row) {
     return expert_row<T>(params, tile, row);
   });
+}
+
+// Computes the same as moe_stream_kernel for many rows, in the way of linear_tile_kernel.
+// Grid:    x = tiles of kRows rows of one expert, as many as possible, times tiles of outputs, in
+//          bands as in linear_tile_kernel (unbounded). Blocks without a tile exit at once.
+// Block:   as linear_tile_kernel.
+// Smem:    as linear_tile_kernel.
+// Cost:    as linear_tile_kernel, for the experts that have rows; an incomplete tile costs as much
+//          as a complete one.
+// Assumes: weights packed by pack_weight, experts in sequence; rows of x in chunks of 16 bytes.
+// Order:   as linear_tile_kernel.
+// Source:  -
+template <typename T, int kRows>
+__global__ void __launch_bounds__(2 * kRows)
+    moe_tile_kernel(MoeLinearParams params, GemmPlan plan, int64_t row_tiles) {
+  wait_for_previous_kernel();
+  using Shape = TileShape<2, kRows>;
+  BandPlace band(row_tiles, output_tiles<Shape>(params));
+  ExpertTile tile = expert_tile<kRows>(params, band.row_tile);
+  if (tile.rows == 0) ptx::end_thread();
+  GemmParams one = of_expert(params, tile.expert, tile.first, tile.rows);
+  plan.split = false;
+  TilePlace<Shape> place(one, plan, 0, band.output_tile);
+  auto row_at = [&](int64_t row) { return expert_row<T>(params, tile, row); };
+  tile_rows<T, Shape, true, true>(one, plan, place, row_at, LeafWorkspace{});
 }
 
 // Computes the same as moe_stream_kernel for float32, in the way of linear_float_kernel.

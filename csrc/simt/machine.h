@@ -91,6 +91,9 @@ void run(dim3 grid, dim3 block, size_t smem_bytes, const char* kernel, const Bod
 
 unsigned char* shared_memory();
 
+// Ends the current thread.
+[[noreturn]] void exit_thread();
+
 // Ends the launch with the error "<kernel>, block (x, y, z), thread (x, y, z): <what> (file:line)".
 [[noreturn]] void fail(const std::string& what, const Site& site);
 

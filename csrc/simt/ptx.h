@@ -194,6 +194,8 @@ inline const unsigned char* advance(const unsigned char* pointer, uint32_t count
   return pointer + uint64_t{count} * bytes;
 }
 
+inline void end_thread() { simt::exit_thread(); }
+
 inline void forget(uint32_t& /*word*/) {}
 template <typename V>
 void forget(V*& /*pointer*/) {}

@@ -85,6 +85,7 @@ class Machine {
            const void* context);
 
   [[noreturn]] void fail(const std::string& what, const std::string& place);
+  [[noreturn]] void exit_thread();
   void enter(const Collective& what, uint32_t mask, void* operands, const Site& site);
   int arrive_block(Vote vote, bool predicate, const Site& site);
   void arrive_named(int id, int threads, bool wait, const Site& site);
@@ -105,7 +106,6 @@ class Machine {
   static void entry();
   void prepare(int threads, size_t smem_bytes);
   void run_block();
-  [[noreturn]] void exit_thread();
   [[noreturn]] void back_to_host();
   void leave();  // the current thread must wait: continue with another one
   void yield();  // the current thread is ready, but others may run first
@@ -764,6 +764,8 @@ void run_blocks(dim3 grid,
 }
 
 unsigned char* shared_memory() { return machine.arena(); }
+
+void exit_thread() { machine.exit_thread(); }
 
 void fail(const std::string& what, const Site& site) { machine.fail(what, place(site)); }
 

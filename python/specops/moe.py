@@ -253,7 +253,8 @@ def moe_linear(
 
     Note:
         Deterministic, like `dense.linear`. The weights of an expert are read once for all its rows
-        (on CUDA: once for every eight); those of experts without rows are not read.
+        (on CUDA: once for every 8 of them, or, with 16-bit weights and more than 8 pairs per
+        expert on average, for every 64 or 128); those of experts without rows are not read.
     """
     check_kind("moe_linear", "weight", weight, PackedWeight, " of stack_experts")
     if out is None:

@@ -199,6 +199,8 @@ BUDGETS: tuple[Budget, ...] = (
     Budget("moe_codes_kernel<Fp8Codes, *, CodeShape<4, 1, 1, *>", 160, 128, 89 << 10),
     Budget("moe_codes_kernel<*, CodeShape<4, 1, 1, *>", 152, threads=128, smem_bytes=89 << 10),
     Budget("moe_codes_kernel<*", registers=176, threads=128, smem_bytes=89 << 10),
+    Budget("moe_tile_kernel<*, 64>", 255, threads=128, smem_bytes=96 << 10),
+    Budget("moe_tile_kernel<*, 128>", 255, threads=256, smem_bytes=96 << 10),
     Budget("moe_stream_kernel<*", 128, threads=128, smem_bytes=80 << 10, blocks_per_sm=2),
     Budget("moe_float_kernel<*", 128, threads=128, spills={"80": 8}),
     Budget("linear_float_kernel<*", 160, threads=128, smem_bytes=4 << 10, blocks_per_sm=3),
@@ -430,14 +432,21 @@ def _scan(kernel: str, sums: int, instructions: Mapping[str, int], most: int = 2
 
 
 def _tiled(
-    tiles: int, rows: int, copies: int, instructions: Mapping[str, int], *, aligned: bool = True
+    tiles: int,
+    rows: int,
+    copies: int,
+    instructions: Mapping[str, int],
+    *,
+    aligned: bool = True,
+    kernel: str = "",
 ) -> Metered:
     """Return the loop over stages of inputs of the kernel for many rows.
 
     aligned: rows of x are copied in vectors of 16 bytes.
     """
     return Metered(
-        f"linear_tile_kernel<*float16, {tiles}, {rows}, {'true' if aligned else 'false'}>",
+        kernel
+        or f"linear_tile_kernel<*float16, {tiles}, {rows}, {'true' if aligned else 'false'}>",
         f"stage of {64 if tiles == 2 else 32} inputs, {64 * tiles} x {rows}",
         (Way({"HMMA*": 64, "LDGSTS*": copies}),),
         instructions,
@@ -529,6 +538,7 @@ def _delta_rule(instructions: Mapping[str, int]) -> Metered:
 
 
 _MOE = "moe_codes_kernel"
+_MOE_TILE = "moe_tile_kernel<*float16"
 
 METERED: tuple[Metered, ...] = (
     _attention(64, 1, _per_arch(393, 391, 391, 433, 416, 405)),
@@ -578,6 +588,8 @@ METERED: tuple[Metered, ...] = (
     _tiled(4, 128, 6, _per_arch(109, 109, 109, 109, 130, 457)),
     _tiled(2, 64, 8, _per_arch(160, 160, 160, 159, 177, 216), aligned=False),
     _tiled(2, 128, 4, _per_arch(156, 156, 156, 155, 151, 189), aligned=False),
+    _tiled(2, 64, 12, _per_arch(125, 125, 134, 134, 163, 197), kernel=f"{_MOE_TILE}, 64>"),
+    _tiled(2, 128, 8, _per_arch(121, 121, 130, 130, 131, 169), kernel=f"{_MOE_TILE}, 128>"),
     _streamed(2, 1, _per_arch(71, 71, 71, 71, 69, 75), "moe_stream_kernel<*float16>"),
     _codes("Int4Codes", "Int8Numbers", (4, 1, 1), _per_arch(429, 430, 430, 429, 411, 425)),
     _codes("Int4Codes", "Int8Numbers", (4, 1, 2), _per_arch(726, 726, 726, 724, 656, 684)),
