@@ -197,8 +197,8 @@ MUTATIONS = [
     Mutation(
         "a head has the decays of the first head",
         "linear_attention/gated_delta_rule.cuh",
-        "decay_at(row, head * dim + thread);",
-        "decay_at(row, thread);",
+        "kHasChannels ? head * dim + thread : head;",
+        "kHasChannels ? thread : head;",
         STATES,
     ),
     Mutation(

@@ -28,17 +28,18 @@ __device__ inline float warp_sum(float x) {
   return x;
 }
 
-// Loads q and k of one row to shared memory as floats, normalized to length `scale` (q) and 1 (k);
-// with kHasChannels, also stores `decay` of this thread's key channel.
-template <bool kHasChannels, typename T>
-__device__ inline void load_row(
-    DeltaShared& shared, const T* q, const T* k, int dim, float scale, float decay) {
+// What a thread reads of one row: an element of q and of k, the inputs of a decay and of the
+// strength, and the value of its column. Zeros where it has none.
+struct DeltaInputs {
+  float query, key, a, b, v;
+};
+
+// Stores q and k of one row to shared memory, normalized to length `scale` (q) and 1 (k); with
+// kHasChannels, also stores `decay` of this thread's key channel.
+template <bool kHasChannels>
+__device__ inline void share_row(
+    DeltaShared& shared, float query, float key, float scale, float decay) {
   int thread = static_cast<int>(threadIdx.x);
-  float query = 0.0f, key = 0.0f;
-  if (thread < dim) {
-    query = to_float(q[thread]);
-    key = to_float(k[thread]);
-  }
   float q_squares = warp_sum(__fmul_rn(query, query)), k_squares = warp_sum(__fmul_rn(key, key));
   __syncthreads();  // all threads are done with the previous row
   if (thread % kWarpSize == 0) {
@@ -70,7 +71,8 @@ __device__ inline void load_row(
 //          each.
 // Smem:    DeltaShared.
 // Cost:    7 * key_dim * value_dim operations per row and value head; a state is read once, and
-//          written once for each row that may be the last accepted one.
+//          written once for each row that may be the last accepted one. The next row is read while
+//          one is computed.
 // Assumes: no slot appears twice.
 // Order:   row by row, in fp32. Sums over key_dim: chains from zero over the elements of a thread,
 //          then a tree of four. Sums of squares: a tree over a warp, then warps in order. No order
@@ -119,38 +121,39 @@ __global__ void __launch_bounds__(kStateThreads)
   }
   int64_t key_head = head / (heads / params.num_key_heads) * dim;
   float scale = __fdiv_rn(1.0f, __fsqrt_rn(static_cast<float>(dim)));
-  // Returns the decay of a head, or of one of its key channels.
-  auto decay_at = [&](int64_t row, int64_t place) {
-    float a = to_float(static_cast<const T*>(params.a)[row * params.a_stride + place]);
-    return decay_of(params.a_log[head], softplus(a + params.dt_bias[place]));
+  // The decay of the head or, with kHasChannels, of this thread's key channel.
+  int64_t channel = kHasChannels ? head * dim + thread : head;
+  bool has_key = thread < dim, has_decay = !kHasChannels || has_key;
+  float a_log = params.a_log[head], bias = has_decay ? params.dt_bias[channel] : 0.0f;
+  auto read = [](const void* values, int64_t place) {
+    return to_float(static_cast<const T*>(values)[place]);
   };
+  auto inputs_of = [&](int64_t row) {
+    DeltaInputs inputs{};
+    if (row == range.end) return inputs;
+    if (has_key) {
+      inputs.query = read(params.q, row * params.q_stride + key_head + thread);
+      inputs.key = read(params.k, row * params.k_stride + key_head + thread);
+    }
+    if (has_decay) inputs.a = read(params.a, row * params.a_stride + channel);
+    inputs.b = read(params.b, row * params.b_stride + head);
+    if (has_column) inputs.v = read(params.v, row * params.v_stride + head * value_dim + col);
+    return inputs;
+  };
+  DeltaInputs next = inputs_of(range.first);
   for (int64_t row = range.first; row < range.end; ++row) {
-    float decay = 0.0f;
-    if constexpr (kHasChannels) {
-      if (thread < dim) decay = decay_at(row, head * dim + thread);
-    }
-    load_row<kHasChannels>(shared,
-                           static_cast<const T*>(params.q) + row * params.q_stride + key_head,
-                           static_cast<const T*>(params.k) + row * params.k_stride + key_head,
-                           dim,
-                           scale,
-                           decay);
-    if constexpr (!kHasChannels) decay = decay_at(row, head);
-    float strength =
-        strength_of(to_float(static_cast<const T*>(params.b)[row * params.b_stride + head]));
-    float v = 0.0f;
-    if (has_column) {
-      int64_t place = row * params.v_stride + head * value_dim + col;
-      v = to_float(static_cast<const T*>(params.v)[place]);
-    }
-    float sum = 0.0f;
+    DeltaInputs own = next;
+    next = inputs_of(row + 1);
+    float decay = has_decay ? decay_of(a_log, softplus(own.a + bias)) : 0.0f;
+    share_row<kHasChannels>(shared, own.query, own.key, scale, decay);
+    float strength = strength_of(own.b), sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < kDeltaKeys; ++i) {
       if constexpr (kHasChannels) decay = shared.decay[i * kStateLanes + lane];
       state[i] = __fmul_rn(decay, state[i]);
       sum = __fmaf_rn(shared.k[i * kStateLanes + lane], state[i], sum);
     }
-    float delta = __fmul_rn(__fsub_rn(v, column_sum(sum)), strength);
+    float delta = __fmul_rn(__fsub_rn(own.v, column_sum(sum)), strength);
     sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < kDeltaKeys; ++i) {

@@ -745,7 +745,7 @@ METERED: tuple[Metered, ...] = (
         _per_arch(1318, 1318, 1318, 1327, 1300, 1307),
         kernel=_MOE,
     ),
-    _delta_rule(_per_arch(480, 481, 481, 494, 450, 449)),
+    _delta_rule(_per_arch(436, 436, 436, 440, 412, 403)),
     # Two sums are bound by powers of two: on 100a and 120 the detour through shared memory costs
     # more instructions than three-input maxima saved there. A deeper ring costs verify three more
     # on both.
