@@ -773,23 +773,23 @@ METERED: tuple[Metered, ...] = (
         _per_arch(1318, 1318, 1318, 1327, 1300, 1307),
         kernel=_MOE,
     ),
-    _code_tiled("Int4Codes", "Int8Numbers", _per_arch(996, 996, 996, 999, 1014, 1035)),
+    _code_tiled("Int4Codes", "Int8Numbers", _per_arch(1170, 1200, 1200, 1015, 1014, 1021)),
     _code_tiled(
         "Int4Codes", "Int8Numbers", _per_arch(1530, 1530, 1530, 1530, 1538, 1533), offsets=True
     ),
-    _code_tiled("Int4Codes", "Int16Numbers", _per_arch(603, 604, 604, 603, 612, 689), steps=4),
+    _code_tiled("Int4Codes", "Int16Numbers", _per_arch(705, 705, 705, 603, 612, 688), steps=4),
     _code_tiled(
         "Int4Codes", "Int16Numbers", _per_arch(798, 802, 802, 803, 822, 878), steps=4, offsets=True
     ),
-    _code_tiled("Int4Table", "Int8Numbers", _per_arch(1221, 1221, 1221, 1221, 1226, 1247)),
-    _code_tiled("Int4Table", "Int16Numbers", _per_arch(827, 828, 828, 824, 838, 906), steps=4),
-    _code_tiled("Int8Codes", "Int8Numbers", _per_arch(685, 685, 685, 685, 688, 751), scaled=False),
-    _code_tiled("Int8Codes", "Int8Numbers", _per_arch(955, 955, 955, 956, 961, 963)),
+    _code_tiled("Int4Table", "Int8Numbers", _per_arch(1407, 1407, 1407, 1236, 1242, 1245)),
+    _code_tiled("Int4Table", "Int16Numbers", _per_arch(922, 922, 922, 827, 837, 892), steps=4),
+    _code_tiled("Int8Codes", "Int8Numbers", _per_arch(854, 854, 854, 696, 692, 704), scaled=False),
+    _code_tiled("Int8Codes", "Int8Numbers", _per_arch(1139, 1139, 1139, 974, 975, 980)),
     _code_tiled(
         "Int8Codes", "Int16Numbers", _per_arch(484, 484, 484, 487, 493, 573), steps=4, scaled=False
     ),
-    _code_tiled("Int8Codes", "Int16Numbers", _per_arch(567, 567, 567, 563, 574, 640), steps=4),
-    _code_tiled("Int8Codes", "Int16Numbers", _per_arch(1570, 1570, 1570, 1571, 1574, 1587)),
+    _code_tiled("Int8Codes", "Int16Numbers", _per_arch(664, 664, 664, 567, 572, 646), steps=4),
+    _code_tiled("Int8Codes", "Int16Numbers", _per_arch(1934, 1934, 1934, 1587, 1592, 1604)),
     _delta_rule(_per_arch(480, 481, 481, 494, 450, 449)),
     # Two sums are bound by powers of two: on 100a and 120 the detour through shared memory costs
     # more instructions than three-input maxima saved there. A deeper ring costs verify three more
