@@ -208,6 +208,7 @@ def compiled_calls(module: Any) -> Iterator[tuple[str, Callable[[], dict[str, An
         "num_inputs": 4,
         "activation": None,
         "group": 0,
+        "activations": "float",
     }
     for name, good in (
         ("attention_workspace_size", {**sizes, "device": -1}),

@@ -41,6 +41,7 @@ class Mutation:
 LINEAR = "test_dense.py linear and not wide_output"
 LINEAR_RACE = "test_dense.py test_linear_rows_keep_their_bits or test_linear_kernels_keep"
 CODES = "test_quantized.py bits or extreme"
+TILED_CODES = "test_quantized.py rounding_many_rows_once"
 FP8 = "test_quantized.py fp8"
 RMS_NORM = "test_dense.py rms_norm"
 DRAFT_ROWS = "test_draft_batch.py prepare or advance or keep"
@@ -481,6 +482,27 @@ MUTATIONS = [
         "(plan.lines == 1 ? 0 : piece) * kWeightGroup",
         "0 * piece * kWeightGroup",
         CODES,
+    ),
+    Mutation(
+        "pieces of a tile that share a scale have those of later groups",
+        "gemm/code_tile.cuh",
+        "plan.lines == 1 ? 0u : static_cast<uint32_t>(2 * line)",
+        "static_cast<uint32_t>(2 * line)",
+        TILED_CODES,
+    ),
+    Mutation(
+        "a warp of a tile reads rows before others have copied them",
+        "gemm/code_tile.cuh",
+        "__syncthreads();\n    unsigned char* later",
+        "unsigned char* later",
+        TILED_CODES,
+    ),
+    Mutation(
+        "offsets are multiplied by the sums of a piece's first step",
+        "gemm/code_tile.cuh",
+        "i < kPieceSteps; ++i) {\n        float more[4];",
+        "i < 1; ++i) {\n        float more[4];",
+        TILED_CODES,
     ),
     Mutation(
         "the last group's scale is read past its end",

@@ -12,7 +12,7 @@ import torch
 from shared_fixtures import every_isa, expect_fault
 from specops import dense, quantization, reference
 from specops.quantization import QuantizedWeight, dequantize_weight, quantize_weight
-from test_dense import GATED
+from test_dense import COUNTERS, GATED
 from torch import Tensor
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -42,6 +42,20 @@ INTEGERS = [
     Case("int4", 0, "int8", offsets=True),
     Case("int4", 96, "int16", offsets=True),
     Case("int4", 128, "int16", table=True, order=True),
+]
+# Weights of which CUDA rounds many rows once: every kernel.
+TILED = [
+    BY_OUTPUT,
+    Case("int8", 128),
+    Case("int8", 32),
+    Case("int8", 0, "int8"),
+    Case("int8", 96, "int8", order=True),
+    Case("int4", 128, "int8"),
+    Case("int4", 32, "int8", offsets=True, order=True),
+    Case("int4", 128, "int8", table=True),
+    Case("int4", 128, "int16"),
+    Case("int4", 0, "int16", offsets=True),
+    Case("int4", 256, "int16", table=True),
 ]
 FP8 = [Case("fp8", 0, "float"), Case("fp8", 128, "float", order=True)]
 
@@ -243,6 +257,39 @@ def test_rows_keep_their_bits(
                 first = (7 * rows) % (many + 1 - rows)
                 got = dense.linear(x[first : first + rows], packed, bias)
                 assert torch.equal(got, whole[first : first + rows]), (num_threads, rows)
+
+
+@pytest.mark.parametrize("case", TILED, ids=str)
+def test_rounding_many_rows_once_keeps_their_bits(
+    device: str, on_cuda: bool, place: Callable[[int, int], None], case: Case
+) -> None:
+    """With a workspace, CUDA rounds rows once for all outputs. A short workspace is not used."""
+    if not on_cuda:
+        pytest.skip("CPU kernels need no workspace")
+    place(1, 1)  # one SM is kept busy by the smallest layer
+    for rows, num_inputs, num_outputs, dtype, activation in [
+        (33, 300, 40, torch.bfloat16, None),
+        (64, 96, 130, torch.float32, None),
+        (130, 257, 12, torch.float16, "silu"),
+    ]:
+        x, q, bias = make(case, device, rows, num_inputs, num_outputs, dtype)
+        x[3, 5], x[30, num_inputs - 1], x[8] = torch.nan, torch.inf, 0
+        want = reference.quantized_linear(x, q, bias, activations=case.activations)
+        assert want[3].isnan().all() and want[30].isnan().all()
+        wide = torch.full((rows, num_inputs + 1), torch.nan, dtype=dtype, device=device)
+        wide[:, 1:] = x
+        packed = dense.pack_weight(q, activation=activation, activations=case.activations)
+        if activation is not None:
+            want = GATED[activation](want)
+        floats = dense.linear_workspace_size(rows, packed)
+        for size in (floats, floats - 4, 3):
+            workspace = torch.full((size,), torch.nan, device=device)
+            workspace[:COUNTERS] = 0
+            got = dense.linear(wide[:, 1:], packed, bias, workspace=workspace)
+            assert torch.allclose(got, want, rtol=0, atol=0, equal_nan=True), (rows, size)
+            assert not workspace[:COUNTERS].any()
+            if device == "cpu":  # in the interpreter, where the number of SMs is known
+                assert workspace[COUNTERS:].isnan().all() == (size < floats)
 
 
 @pytest.mark.parametrize("case", [one for one in INTEGERS if not one.order], ids=str)

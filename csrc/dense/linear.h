@@ -10,6 +10,8 @@
 #include "common/error_flag.h"
 #include "common/isa.h"
 #include "gemm/gemm.h"
+#include "gemm/integer_rows.h"
+#include "gemm/rounded_rows.h"
 
 namespace specops {
 
@@ -87,6 +89,27 @@ inline int64_t linear_max_split_rows(int64_t num_outputs, int64_t num_inputs, DT
   return 0;
 }
 
+// Returns the steps of 32 inputs per piece in the form of linear for quantized weights that rounds
+// rows once and then multiplies tiles; 0 if the weight has no such form. The forms cover what files
+// of models contain.
+inline int linear_piece_steps(const WeightParams& weight) {
+  constexpr int64_t kMostTileInputs = 1 << 20;  // see code_tile_plan()
+  bool is_int4 = weight.kind == WeightKind::kInt4;
+  if (!is_in_panels(weight.kind) || weight.num_inputs > kMostTileInputs) return 0;
+  if (weight.offsets != nullptr && (!is_int4 || weight.code_values != nullptr)) return 0;
+  if (weight.group == 0 ? is_int4 : weight.group % kInt8Group != 0) return 0;
+  if (weight.row_numbers == RowNumbers::kInt8) return 1;
+  if (weight.group % kIntegerGroup == 0) return 4;
+  return is_int4 || weight.group % 64 == 0 ? 0 : 1;
+}
+
+// Returns the workspace of this form in floats per row, for rows rounded up to kRoundedRows.
+inline int64_t linear_rounded_floats(const WeightParams& weight) {
+  int64_t stages = (weight.num_inputs + kCodeStage - 1) / kCodeStage;
+  int64_t planes = weight.row_numbers == RowNumbers::kInt8 ? 1 : 2;
+  return stages * rounded_stage_bytes(planes) / kRoundedRows / 4;
+}
+
 struct PackWeightParams {
   const void* weight;  // [num_outputs, num_inputs], rows are weight_stride apart
   void* packed;        // in the layout of gemm/weight.h
@@ -98,8 +121,8 @@ struct PackWeightParams {
 };
 
 struct LinearParams : GemmParams {
-  float* workspace;        // CUDA: counters and leaves of split tiles; may be nullptr
-  int64_t workspace_size;  // in floats; if too small, nothing is split
+  float* workspace;        // CUDA: counters, then leaves or rounded rows; may be nullptr
+  int64_t workspace_size;  // in floats; if too small, nothing is split or rounded in advance
   LinearKernel kernel;     // CUDA, 16-bit types
   ErrorFlag error;
 };
@@ -112,5 +135,6 @@ SPECOPS_DECLARE_CUDA(linear_cuda, LinearParams);
 // Variants of both ops for quantized weights.
 SPECOPS_DECLARE_CUDA(pack_codes_cuda, PackWeightParams);
 SPECOPS_DECLARE_CUDA(linear_codes_cuda, LinearParams);
+SPECOPS_DECLARE_CUDA(linear_code_tiles_cuda, LinearParams);
 
 }  // namespace specops

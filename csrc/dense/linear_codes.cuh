@@ -4,6 +4,7 @@
 
 #include "dense/linear.h"
 #include "gemm/code_product.cuh"
+#include "gemm/code_tile.cuh"
 
 namespace specops {
 
@@ -84,6 +85,37 @@ __global__ void __launch_bounds__(Shape::kThreads, 2)
   };
   code_rows<Codes, Numbers, Shape>(
       params, plan, params.error, first_row, blockIdx.x / row_tiles, row_at);
+}
+
+constexpr int64_t kCodeTileBand = 16;  // row tiles per band
+
+// Computes the same as linear_codes_kernel for rows that round_rows_kernel has rounded.
+// Grid:    x = tiles of 128 outputs by 64 rows, rows fastest within bands of 16 row tiles, so that
+//          a wave of blocks shares weights and rows in L2 (unbounded).
+// Block:   4 warps; each has 32 outputs and all rows of the tile.
+// Smem:    two slots of a stage: weights, rows, scales. 35 to 68 KiB by formats. At the end, the
+//          totals.
+// Cost:    2 * 128 * 64 * num_inputs operations per tile. With 8-bit rows, a sum of 32 products
+//          takes three float operations besides (two, if each output has one scale), which limit
+//          the kernel; with 16-bit rows, reads of shared memory do.
+// Assumes: weights packed by pack_weight; rows in the layout of RoundedStage.
+// Order:   as linear_codes_kernel.
+// Source:  double-buffered cp.async GEMM, with the scales of both operands applied to exact sums.
+template <typename Shape>
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
+    linear_code_tile_kernel(LinearParams params, CodeTilePlan plan, const unsigned char* rounded) {
+  wait_for_previous_kernel();
+  int64_t row_tiles = (params.rows + kRoundedRows - 1) / kRoundedRows;
+  int64_t output_tiles = (params.weight.num_outputs + Shape::kOutputs - 1) / Shape::kOutputs;
+  int64_t band = blockIdx.x / (output_tiles * kCodeTileBand);
+  int64_t in_band = blockIdx.x % (output_tiles * kCodeTileBand);
+  int64_t band_rows = min(row_tiles - band * kCodeTileBand, kCodeTileBand);
+  int64_t row_tile = band * kCodeTileBand + in_band % band_rows;
+  code_tile<Shape>(params,
+                   plan,
+                   rounded + row_tile * plan.stages * Shape::Rows::kBytes,
+                   row_tile * kRoundedRows,
+                   in_band / band_rows * Shape::kSides);
 }
 
 }  // namespace specops

@@ -53,18 +53,19 @@ void gated_mul(const TensorView& gate_up, const TensorView& out) {
   gated_mul_cpu(params);
 }
 
-// Returns the layout of a packed weight as (blocks, steps, word, scale_block, turn, leaves,
-// max_split_rows). The first three are the shape of `packed` on the device. scale_block: outputs
-// per row of scales; 0 if scales are not packed. turn: number of gates that are followed by as many
-// ups. leaves: leaves of the sum over inputs on CUDA; 1 on the CPU. max_split_rows: largest number
-// of rows for which a workspace helps.
+// Returns the layout of a packed weight as (blocks, steps, word, scale_block, turn,
+// workspace_per_row, max_workspace_rows). The first three are the shape of `packed` on the device.
+// scale_block: outputs per row of scales; 0 if scales are not packed. turn: number of gates that
+// are followed by as many ups. workspace_per_row: floats of workspace of linear on CUDA.
+// max_workspace_rows: largest number of rows for which a workspace helps.
 std::array<int64_t, 7> packed_weight_layout(Argument device,
                                             Argument kind_given,
                                             Argument element_bytes,
                                             Argument outputs,
                                             Argument inputs,
                                             Argument activation_given,
-                                            Argument group_given) {
+                                            Argument group_given,
+                                            Argument activations_given) {
   Checker check("pack_weight");
   bool on_cuda =
       check.text("device", device, "the type of a device") == "cuda" || interprets_cuda();
@@ -74,14 +75,23 @@ std::array<int64_t, 7> packed_weight_layout(Argument device,
   int64_t num_inputs = check.integer("num_inputs", inputs, 0, kMostInputs);
   Activation activation = read_activation(check, "activation", activation_given);
   int64_t group = read_group(check, "group", group_given, kind);
+  RowNumbers numbers = read_row_numbers(check, "activations", activations_given, kind);
   PackedDims dims = packed_dims(on_cuda, kind, bytes, num_outputs, num_inputs, activation, group);
-  int64_t leaves = 1, split_rows = 0;
+  WeightParams weight{};
+  weight.kind = kind;
+  weight.group = group;
+  weight.row_numbers = numbers;
+  weight.num_inputs = num_inputs;
+  int64_t floats = 0, rows = 0;
   if (on_cuda && kind == WeightKind::kPlain) {
     DType dtype = bytes == 2 ? DType::kBFloat16 : DType::kFloat32;
-    leaves = sum_leaves(num_inputs).leaves;
-    split_rows = linear_max_split_rows(num_outputs, num_inputs, dtype);
+    floats = sum_leaves(num_inputs).leaves * weight_groups(num_outputs) * kWeightGroup;
+    rows = linear_max_split_rows(num_outputs, num_inputs, dtype);
+  } else if (on_cuda && linear_piece_steps(weight) != 0) {
+    floats = linear_rounded_floats(weight);
+    rows = INT32_MAX / kRoundedRows * kRoundedRows;
   }
-  return {dims.blocks, dims.steps, dims.word, dims.scale_block, dims.turn, leaves, split_rows};
+  return {dims.blocks, dims.steps, dims.word, dims.scale_block, dims.turn, floats, rows};
 }
 
 // Returns the weight kind for a matrix of elements of `dtype`.

@@ -43,17 +43,44 @@ struct CodeShape {
   static_assert(kSplits == 1 || !kHalves);
 };
 
+// Converts an integer sum to float. The sum started at the bits of kWholeFloat, and the sum of
+// products is below 2^22.
+template <typename Codes>
+__device__ inline float whole(int sum) {
+  constexpr float kUnit = 1.0f / (1 << Codes::kShift);
+  return __fmaf_rn(__int_as_float(sum), kUnit, -kWholeFloat * kUnit);
+}
+
 // Converts the integer sum of a piece to float.
 template <typename Codes, typename Numbers>
 __device__ inline float whole(const int (&sums)[Numbers::kPlanes][4], int i) {
   if constexpr (Numbers::kPlanes == 1) {
-    // The sum started at the bits of kWholeFloat, and the sum of products is below 2^22.
-    constexpr float kUnit = 1.0f / (1 << Codes::kShift);
-    return __fmaf_rn(__int_as_float(sums[0][i]), kUnit, -kWholeFloat * kUnit);
+    return whole<Codes>(sums[0][i]);
   } else {
     auto sum = static_cast<int>(static_cast<uint32_t>(sums[0][i]) << 8) + sums[1][i];
     return __int2float_rn(sum >> Codes::kShift);
   }
+}
+
+// Returns the scale of an output, if each output has a single scale; otherwise 1.
+__device__ inline float output_scale(const WeightParams& weight,
+                                     const CodePlan& plan,
+                                     int64_t output) {
+  if (plan.lines != 0 || output >= weight.num_outputs) return 1.0f;
+  int64_t half = weight.num_outputs / 2;
+  return weight.scales[is_gated(weight.activation) ? output / 2 + output % 2 * half : output];
+}
+
+// Finishes four neighboring outputs of any dtype.
+__device__ inline void finish_quad(
+    const GemmParams& params, const CodePlan& plan, int64_t row, int64_t output, float4 sums) {
+  if (params.dtype == DType::kBFloat16) {
+    return finish4<bfloat16>(params, plan.quads, row, output, sums);
+  }
+  if (params.dtype == DType::kFloat16) {
+    return finish4<float16>(params, plan.quads, row, output, sums);
+  }
+  finish4<float>(params, plan.quads, row, output, sums);
 }
 
 // The weights and scales of 32 outputs, which one warp copies stage by stage for its own use.
@@ -223,7 +250,8 @@ struct CodeProduct {
     } else {
       float values[32];
       unpack_raw(values, raw, params.dtype);
-      store_integers(rows, row, step, values, ring.offsets != nullptr);
+      StageStep<Numbers, Shape::kRows> to{rows, row, step};
+      store_integers(to, values, ring.offsets != nullptr);
     }
   }
 
@@ -369,14 +397,6 @@ struct CodeProduct {
     }
   }
 
-  // Returns the scale of an output, if each output has a single scale; otherwise 1.
-  __device__ float output_scale(int64_t output) const {
-    const WeightParams& weight = params.weight;
-    if (plan.lines != 0 || output >= weight.num_outputs) return 1.0f;
-    int64_t half = weight.num_outputs / 2;
-    return weight.scales[is_gated(weight.activation) ? output / 2 + output % 2 * half : output];
-  }
-
   __device__ void run() {
     if (lane < kCodeDepth - 1) ring.prefetch(lane * kSplits + split);
     wait_for_previous_kernel();
@@ -450,29 +470,21 @@ struct CodeProduct {
     int64_t output = group * kWeightGroup + lane / 4 * 4;
     float scales[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) scales[i] = output_scale(output + i);
+    for (int i = 0; i < 4; ++i) scales[i] = output_scale(params.weight, plan, output + i);
 #pragma unroll
     for (int i = 0; i < 2 * kColumns; ++i) {
       int64_t row = first_row + i / 2 * 8 + lane % 4 * 2 + i % 2;
       if (row >= params.rows) continue;
       const float (&sums)[4] = totals[i / 2][i % 2];
-      finish_quad(row,
+      finish_quad(params,
+                  plan,
+                  row,
                   output,
                   make_float4(__fmul_rn(sums[0], scales[0]),
                               __fmul_rn(sums[1], scales[1]),
                               __fmul_rn(sums[2], scales[2]),
                               __fmul_rn(sums[3], scales[3])));
     }
-  }
-
-  __device__ void finish_quad(int64_t row, int64_t output, float4 sums) {
-    if (params.dtype == DType::kBFloat16) {
-      return finish4<bfloat16>(params, plan.quads, row, output, sums);
-    }
-    if (params.dtype == DType::kFloat16) {
-      return finish4<float16>(params, plan.quads, row, output, sums);
-    }
-    finish4<float>(params, plan.quads, row, output, sums);
   }
 
   __device__ void run_splits() {
@@ -500,7 +512,7 @@ struct CodeProduct {
       slot = slot == kCodeDepth - 1 ? 0 : slot + 1;
     }
     int64_t output = group * kWeightGroup + lane;
-    float scale = output_scale(output);
+    float scale = output_scale(params.weight, plan, output);
 #pragma unroll
     for (int i = 0; i < kOwnRows; ++i) {
       finish_one(first_row + split * kOwnRows + i, output, __fmul_rn(totals[i], scale));

@@ -158,12 +158,33 @@ __device__ inline uint32_t gather_bytes(const uint32_t* words) {
   return __byte_perm(low, high, 0x5410);
 }
 
-// Rounds one step of a row and stores it. Must be called by whole warps, whose lanes hold
-// consecutive steps of a row.
-template <typename Numbers, int kRows>
-__device__ inline void store_integers(
-    const StageRows<Numbers, kRows>& to, int row, int step, const float (&values)[32], bool sums) {
-  constexpr bool kIsWide = Numbers::kPlanes == 2;
+// Destination of one step of a rounded row in shared memory.
+template <typename NumbersOf, int kRows>
+struct StageStep {
+  using Numbers = NumbersOf;
+  const StageRows<Numbers, kRows>& rows;
+  int row, step;
+
+  // Stores the integers of a plane, of which lane t of the operand reads lanes[t].
+  __device__ void store_numbers(int plane, const uint2 (&lanes)[4]) const {
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+      *reinterpret_cast<uint2*>(rows.row(plane, row) + 32 * t + 8 * step) = lanes[t];
+    }
+  }
+  __device__ void store_scale(float scale) const { rows.scales(step)[row] = scale; }
+  // Stores the sums of the integers of both half steps.
+  __device__ void store_sums(int low, int high) const {
+    rows.sums(2 * step)[row] = low;
+    rows.sums(2 * step + 1)[row] = high;
+  }
+};
+
+// Rounds one step of a row and stores it in `to`: a StageStep or a RoundedStep. Must be called by
+// whole warps, whose lanes hold consecutive steps of a row.
+template <typename Step>
+__device__ inline void store_integers(const Step& to, const float (&values)[32], bool sums) {
+  constexpr bool kIsWide = Step::Numbers::kPlanes == 2;
   float peak = 0.0f;
 #pragma unroll
   for (int i = 0; i < 32; ++i) peak = ptx::max_nan(peak, fabsf(values[i]));
@@ -189,25 +210,25 @@ __device__ inline void store_integers(
     codes[i] = __float_as_uint(__fadd_rn(__fmul_rn(values[i], inverse), kWholeFloat));
     if constexpr (kIsWide) codes[i] = min(codes[i], kWholeBits + 32767u);
   }
+  uint2 lanes[4];
+  if constexpr (kIsWide) {
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+      lanes[t] = make_uint2(gather_bytes<1>(codes + 8 * t), gather_bytes<1>(codes + 8 * t + 4));
+    }
+    to.store_numbers(0, lanes);
+  }
 #pragma unroll
   for (int t = 0; t < 4; ++t) {
-    const uint32_t* own = codes + 8 * t;
-    if constexpr (kIsWide) {
-      uint2 high = make_uint2(gather_bytes<1>(own), gather_bytes<1>(own + 4));
-      *reinterpret_cast<uint2*>(to.row(0, row) + 32 * t + 8 * step) = high;
-    }
-    uint2 low = make_uint2(gather_bytes<0>(own), gather_bytes<0>(own + 4));
-    *reinterpret_cast<uint2*>(to.row(Numbers::kPlanes - 1, row) + 32 * t + 8 * step) = low;
+    lanes[t] = make_uint2(gather_bytes<0>(codes + 8 * t), gather_bytes<0>(codes + 8 * t + 4));
   }
-  to.scales(step)[row] = scale;
+  to.store_numbers(Step::Numbers::kPlanes - 1, lanes);
+  to.store_scale(scale);
   if (!sums) return;
+  int halves[2] = {};
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    int sum = 0;
-#pragma unroll
-    for (int i = 0; i < 16; ++i) sum += static_cast<int>(codes[16 * half + i] - kWholeBits);
-    to.sums(2 * step + half)[row] = sum;
-  }
+  for (int i = 0; i < 32; ++i) halves[i / 16] += static_cast<int>(codes[i] - kWholeBits);
+  to.store_sums(halves[0], halves[1]);
 }
 
 template <typename T, int kRows>

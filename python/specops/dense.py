@@ -32,6 +32,8 @@ from specops.quantization import (
 _MAX_STREAMED_ROWS = 16
 # Counters at the start of a workspace, one per output tile: finished leaves (partial sums).
 _WORKSPACE_COUNTERS = 128
+# Rows of a tile of rounded rows; a workspace has whole tiles.
+_TILE_ROWS = 64
 
 
 class PackedWeight(NamedTuple):
@@ -54,8 +56,8 @@ class PackedWeight(NamedTuple):
         input_order: int32 [num_inputs], the input of a row that each column of the weight is
             multiplied with; None: the identity.
         code_values: int8 [16], number that each int4 value stands for; None: value - 8.
-        num_leaves: number of chains of additions in a sum; 1 on cpu, up to 4 on CUDA.
-        max_split_rows: largest number of rows for which `linear` uses a workspace; 0 on cpu.
+        workspace_per_row: floats of workspace that `linear` uses per row; 0 on cpu.
+        max_workspace_rows: largest number of rows for which `linear` uses a workspace; 0 on cpu.
     """
 
     kind: str
@@ -69,8 +71,8 @@ class PackedWeight(NamedTuple):
     activations: str = "float"
     input_order: Tensor | None = None
     code_values: Tensor | None = None
-    num_leaves: int = 1
-    max_split_rows: int = 0
+    workspace_per_row: int = 0
+    max_workspace_rows: int = 0
 
 
 def pack_weight(
@@ -117,8 +119,15 @@ def pack_weight(
             f"pack_weight: weight must be real, or a QuantizedWeight, got {describe(weight)}"
         )
     num_outputs, num_inputs = weight.shape
-    *shape, _, _, num_leaves, max_split_rows = _C.packed_weight_layout(
-        weight.device.type, "plain", weight.element_size(), num_outputs, num_inputs, activation, 0
+    *shape, _, _, workspace_per_row, max_workspace_rows = _C.packed_weight_layout(
+        weight.device.type,
+        "plain",
+        weight.element_size(),
+        num_outputs,
+        num_inputs,
+        activation,
+        0,
+        "float",
     )
     data = ask_for_huge_pages(torch.empty(shape, dtype=weight.dtype, device=weight.device))
     _C.pack_weight(weight, data, activation)
@@ -129,8 +138,8 @@ def pack_weight(
         num_outputs,
         num_inputs,
         activation,
-        num_leaves=num_leaves,
-        max_split_rows=max_split_rows,
+        workspace_per_row=workspace_per_row,
+        max_workspace_rows=max_workspace_rows,
     )
 
 
@@ -155,8 +164,8 @@ def _pack_quantized(
         group = max(1, -(-num_inputs // 128)) * 128
         groups = num_groups(num_inputs, group)
         scales, offsets = scales[:, :groups], offsets[:, :groups]
-    *shape, scale_block, turn, num_leaves, max_split_rows = _C.packed_weight_layout(
-        values.device.type, kind, 1, num_outputs, num_inputs, activation, group
+    *shape, scale_block, turn, workspace_per_row, max_workspace_rows = _C.packed_weight_layout(
+        values.device.type, kind, 1, num_outputs, num_inputs, activation, group, activations
     )
     data = ask_for_huge_pages(torch.empty(shape, dtype=values.dtype, device=values.device))
     _C.pack_weight(values, data, activation)
@@ -179,8 +188,8 @@ def _pack_quantized(
         activations,
         input_order,
         code_values,
-        num_leaves,
-        max_split_rows,
+        workspace_per_row,
+        max_workspace_rows,
     )
 
 
@@ -247,10 +256,12 @@ def linear(
         out: [rows, num_outputs], dtype of `x`, or float32; with an activation: [rows,
             num_outputs / 2], dtype of `x`. Allocated when absent.
         out_dtype: dtype of an `out` to be allocated; that of `x` when absent.
-        workspace: [floats], float32, for partial sums when few rows and outputs would leave a CUDA
-            device idle; see `linear_workspace_size`. Allocated when absent; a short one means no
-            splitting. It begins with counters, which must be zero and are zero again afterwards;
-            the checks and rules for the workspace of `append_attention` apply.
+        workspace: [floats], float32, for CUDA; see `linear_workspace_size`. With a plain weight, it
+            holds partial sums when few rows and outputs would leave the device idle. With an int8
+            or int4 weight, it holds many rows after rounding, so that they are rounded once.
+            Allocated when absent; a short one is not used, which costs only time. It begins with
+            counters, which must be zero and are zero again afterwards; the checks and rules for the
+            workspace of `append_attention` apply.
 
     Returns:
         `out`.
@@ -273,7 +284,7 @@ def linear(
         width = weight.num_outputs // 2 if weight.activation else weight.num_outputs
         # The op rejects negative sizes itself.
         out = empty(lambda: ((x.shape[0], max(width, 0)), out_dtype, x))
-    if workspace is None and weight.max_split_rows > 0:
+    if workspace is None and weight.max_workspace_rows > 0:
         floats = try_or_none(lambda: linear_workspace_size(x.shape[0], weight))
         if floats:
             workspace = torch.empty(floats, dtype=torch.float32, device=x.device)
@@ -296,27 +307,29 @@ def _check_out_dtype(
 
 
 def linear_workspace_size(num_rows: int, weight: PackedWeight) -> int:
-    """Return the workspace size, in floats, with which `linear` can split its sums.
+    """Return the workspace size, in floats, with which `linear` is fastest.
 
     Args:
         num_rows: rows of `x`.
         weight: packed by `pack_weight`.
 
     Returns:
-        The size; 0 if nothing is ever split: on cpu, and for few rows. It suffices for every call
-        with at most `num_rows` rows; calls with different weights may share one workspace, one
-        after the other. The workspace begins with counters: allocate it with zeros; every call
-        leaves the counters zero.
+        The size; 0 if no workspace is ever used: on cpu, and for few rows. It suffices for every
+        call with at most `num_rows` rows; calls with different weights may share one workspace, one
+        after the other. For int8 and int4 weights, it grows with the number of rows and takes 1.25
+        bytes (with int16 activations 2.25) per row and input. The workspace begins with counters:
+        allocate it with zeros; every call leaves the counters zero.
 
     Raises:
         ValueError: num_rows is negative, or weight is not packed.
     """
     check_int("linear_workspace_size", "num_rows", num_rows)
     check_kind("linear_workspace_size", "weight", weight, PackedWeight, " of pack_weight")
-    rows = min(num_rows, weight.max_split_rows)
+    rows = min(num_rows, weight.max_workspace_rows)
     if rows <= _MAX_STREAMED_ROWS:
         return 0
-    return _WORKSPACE_COUNTERS + weight.num_leaves * rows * ((weight.num_outputs + 31) // 32 * 32)
+    tiles = (rows + _TILE_ROWS - 1) // _TILE_ROWS
+    return _WORKSPACE_COUNTERS + tiles * _TILE_ROWS * weight.workspace_per_row
 
 
 def linear_kernels(num_rows: int) -> list[str]:

@@ -195,6 +195,12 @@ BUDGETS: tuple[Budget, ...] = (
     ),
     Budget("linear_codes_kernel<*, CodeShape<4, 1, 1, *>", 128, threads=128, smem_bytes=89 << 10),
     Budget("linear_codes_kernel<*", registers=255, threads=128, smem_bytes=99 << 10),
+    Budget("round_rows_kernel<*", registers=64, threads=128, blocks_per_sm=8),
+    # Sums of pieces and their scales, besides the totals; three blocks hide each other's latencies.
+    # A smaller SM holds two, so threads may take more registers there.
+    Budget("linear_code_tile_kernel<*Int4Codes, Int8Numbers, *, false>*", 192, 128, 38 << 10, 3),
+    Budget("linear_code_tile_kernel<*Int8Numbers, *, false, false>*", 192, 128, 50 << 10, 3),
+    Budget("linear_code_tile_kernel<*", registers=255, threads=128, smem_bytes=70 << 10),
     # An expert also looks up its rows; shared memory fits two blocks of wide tiles.
     Budget("moe_codes_kernel<Fp8Codes, *, CodeShape<4, 1, 1, *>", 160, 128, 89 << 10),
     Budget("moe_codes_kernel<*, CodeShape<4, 1, 1, *>", 152, threads=128, smem_bytes=89 << 10),
@@ -525,6 +531,40 @@ def _codes(
     )
 
 
+def _code_tiled(
+    weights: str,
+    numbers: str,
+    instructions: Mapping[str, int],
+    *,
+    steps: int = 1,
+    scaled: bool = True,
+    offsets: bool = False,
+) -> Metered:
+    """Return the loop over stages of 128 inputs of the kernel for quantized weights and many rows.
+
+    Args:
+        weights, numbers: the kernel's types of weights and of rounded rows.
+        instructions: maximum instructions per unit, by architecture.
+        steps: number of 32 inputs in a piece.
+        scaled: whether scales of the weight are by group of inputs.
+        offsets: whether the weight has offsets.
+    """
+    planes = 2 if numbers == "Int16Numbers" else 1
+    weight_copies = 4 if weights.startswith("Int4") else 8
+    row_bytes = 8192 * planes + (2048 if offsets else 1024)
+    lines = scaled + offsets  # copies of scales and of offsets
+    form = ", ".join((str(steps), str(scaled).lower(), str(offsets).lower()))
+    return Metered(
+        f"linear_code_tile_kernel<CodeTileShape<{weights}, {numbers}, {form}> >",
+        "stage of 128 inputs, 32 x 64",
+        (Way({"IMMA*": 64 * planes, "LDGSTS*": weight_copies + -(-row_bytes // 2048) + lines}),),
+        instructions,
+        warps=1,
+        flops=2 * 128 * 32 * 64,
+        smem_bytes=2 * (2048 * weight_copies + row_bytes + lines * 4 // steps * 512),
+    )
+
+
 def _delta_rule(instructions: Mapping[str, int]) -> Metered:
     """Return the loop over rows of gated_delta_rule, for rows whose state is not stored."""
     return Metered(
@@ -745,6 +785,23 @@ METERED: tuple[Metered, ...] = (
         _per_arch(1318, 1318, 1318, 1327, 1300, 1307),
         kernel=_MOE,
     ),
+    _code_tiled("Int4Codes", "Int8Numbers", _per_arch(1170, 1200, 1200, 1015, 1014, 1021)),
+    _code_tiled(
+        "Int4Codes", "Int8Numbers", _per_arch(1530, 1530, 1530, 1530, 1538, 1533), offsets=True
+    ),
+    _code_tiled("Int4Codes", "Int16Numbers", _per_arch(705, 705, 705, 603, 612, 688), steps=4),
+    _code_tiled(
+        "Int4Codes", "Int16Numbers", _per_arch(798, 802, 802, 803, 822, 878), steps=4, offsets=True
+    ),
+    _code_tiled("Int4Table", "Int8Numbers", _per_arch(1407, 1407, 1407, 1236, 1242, 1245)),
+    _code_tiled("Int4Table", "Int16Numbers", _per_arch(922, 922, 922, 827, 837, 892), steps=4),
+    _code_tiled("Int8Codes", "Int8Numbers", _per_arch(854, 854, 854, 696, 692, 704), scaled=False),
+    _code_tiled("Int8Codes", "Int8Numbers", _per_arch(1139, 1139, 1139, 974, 975, 980)),
+    _code_tiled(
+        "Int8Codes", "Int16Numbers", _per_arch(484, 484, 484, 487, 493, 573), steps=4, scaled=False
+    ),
+    _code_tiled("Int8Codes", "Int16Numbers", _per_arch(664, 664, 664, 567, 572, 646), steps=4),
+    _code_tiled("Int8Codes", "Int16Numbers", _per_arch(1934, 1934, 1934, 1587, 1592, 1604)),
     _delta_rule(_per_arch(436, 436, 436, 440, 412, 403)),
     # Two sums are bound by powers of two: on 100a and 120 the detour through shared memory costs
     # more instructions than three-input maxima saved there. A deeper ring costs verify three more

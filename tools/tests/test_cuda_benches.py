@@ -173,7 +173,7 @@ def nonzero_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
     pack = dense.pack_weight
 
     def split(weight, **how):
-        return pack(weight, **how)._replace(num_leaves=2, max_split_rows=4096)
+        return pack(weight, **how)._replace(workspace_per_row=64, max_workspace_rows=4096)
 
     monkeypatch.setattr(bench_dense, "pack_weight", split)
 

@@ -165,9 +165,12 @@ def _integer_form(generator: torch.Generator, *, ordered: bool) -> QuantizedForm
 
 
 def _quantized_linear(generator: torch.Generator, move: Move, form: QuantizedForm) -> Call:
-    rows, inputs = _one_of(generator, 1, 5, 8, 9, 16, 17, 33), _number(generator, 1, 700)
+    rows = _one_of(generator, 1, 5, 8, 9, 16, 17, 33, 5500)
+    inputs, outputs = _number(generator, 1, 700), _number(generator, 1, 200)
+    if rows > 33:  # enough tiles of rows for every GPU to round rows once
+        inputs, outputs = inputs % 140 + 1, outputs % 16 + 1
     x = move(_randn(generator, rows, inputs, dtype=_dtype(generator)))
-    packed = _quantized(generator, move, form, _number(generator, 1, 200), inputs)
+    packed = _quantized(generator, move, form, outputs, inputs)
     return lambda: [dense.linear(x, packed)]
 
 

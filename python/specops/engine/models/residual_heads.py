@@ -129,7 +129,7 @@ class ResidualHeads:
             for projection in (one.inner, one.outer, head.lm_head)
             if projection is not None
         ]
-        sizes = {(one.num_outputs, one.num_leaves, one.max_split_rows): one for one in projections}
+        sizes = {(one.workspace_per_row, one.max_workspace_rows): one for one in projections}
         self._weights = list(sizes.values())
         self._inputs, self._gates, self._added, self._wide, self._even, self._odd = (
             torch.empty(0, 0),

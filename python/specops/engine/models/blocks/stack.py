@@ -48,7 +48,7 @@ class LayerStack:
         attentions = {(layer.attention.shape, layer.attention.kv): layer for layer in layers}
         self._attentions = [layer.attention for layer in attentions.values()]
         weights = [*projections, *(weight for layer in layers for weight in layer.weights)]
-        sizes = {(one.num_outputs, one.num_leaves, one.max_split_rows): one for one in weights}
+        sizes = {(one.workspace_per_row, one.max_workspace_rows): one for one in weights}
         self._weights = list(sizes.values())
 
     def reserve(self, rows: int) -> None:
