@@ -3,6 +3,7 @@
 #pragma once
 
 #include "dense/linear.h"
+#include "gemm/band.cuh"
 #include "gemm/code_product.cuh"
 #include "gemm/code_tile.cuh"
 
@@ -87,8 +88,6 @@ __global__ void __launch_bounds__(Shape::kThreads, 2)
       params, plan, params.error, first_row, blockIdx.x / row_tiles, row_at);
 }
 
-constexpr int64_t kCodeTileBand = 16;  // row tiles per band
-
 // Computes the same as linear_codes_kernel for rows that round_rows_kernel has rounded.
 // Grid:    x = tiles of 128 outputs by 64 rows, rows fastest within bands of 16 row tiles, so that
 //          a wave of blocks shares weights and rows in L2 (unbounded).
@@ -107,15 +106,12 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   wait_for_previous_kernel();
   int64_t row_tiles = (params.rows + kRoundedRows - 1) / kRoundedRows;
   int64_t output_tiles = (params.weight.num_outputs + Shape::kOutputs - 1) / Shape::kOutputs;
-  int64_t band = blockIdx.x / (output_tiles * kCodeTileBand);
-  int64_t in_band = blockIdx.x % (output_tiles * kCodeTileBand);
-  int64_t band_rows = min(row_tiles - band * kCodeTileBand, kCodeTileBand);
-  int64_t row_tile = band * kCodeTileBand + in_band % band_rows;
+  BandPlace place(row_tiles, output_tiles);
   code_tile<Shape>(params,
                    plan,
-                   rounded + row_tile * plan.stages * Shape::Rows::kBytes,
-                   row_tile * kRoundedRows,
-                   in_band / band_rows * Shape::kSides);
+                   rounded + place.row_tile * plan.stages * Shape::Rows::kBytes,
+                   place.row_tile * kRoundedRows,
+                   place.output_tile * Shape::kSides);
 }
 
 }  // namespace specops

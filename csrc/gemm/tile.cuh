@@ -4,6 +4,7 @@
 #pragma once
 
 #include "common/device.cuh"
+#include "gemm/band.cuh"
 #include "gemm/finish.cuh"
 #include "gemm/fragments.cuh"
 
@@ -29,7 +30,6 @@ struct TileShape {
   static constexpr int kSmemBytes = (kStages * (kWeights + kInputs) + kTotals) * 16;
 };
 
-constexpr int kTileBand = 16;    // row tiles per band
 constexpr int kFoldedItems = 4;  // items for which the sums of all leaves are read at once
 
 __device__ inline uint4* moved(uint4* pointer, int num_bytes) {
@@ -45,20 +45,6 @@ struct LeafWorkspace {
   float* leaves;      // [leaves, rows, outputs rounded up to 32]
   ErrorFlag error;
   ErrorCode fault;  // code for a counter that was not zero
-};
-
-// Place of a block among the tiles: rows are fastest within bands of row tiles, so that the blocks
-// which run together share weights and x in the L2 cache.
-struct BandPlace {
-  int64_t row_tile, output_tile;
-
-  __device__ BandPlace(int64_t row_tiles, int64_t output_tiles) {
-    int64_t band = blockIdx.x / (output_tiles * kTileBand);
-    int64_t in_band = blockIdx.x % (output_tiles * kTileBand);
-    int64_t band_rows = min(row_tiles - band * kTileBand, int64_t{kTileBand});
-    row_tile = band * kTileBand + in_band % band_rows;
-    output_tile = in_band / band_rows;
-  }
 };
 
 // The tile of a block, and the range of leaves and stages that the block sums.
