@@ -787,18 +787,18 @@ METERED: tuple[Metered, ...] = (
     ),
     _code_tiled("Int4Codes", "Int8Numbers", _per_arch(1170, 1200, 1200, 1015, 1014, 1021)),
     _code_tiled(
-        "Int4Codes", "Int8Numbers", _per_arch(1530, 1530, 1530, 1530, 1538, 1533), offsets=True
+        "Int4Codes", "Int8Numbers", _per_arch(1748, 1748, 1748, 1538, 1545, 1539), offsets=True
     ),
     _code_tiled("Int4Codes", "Int16Numbers", _per_arch(705, 705, 705, 603, 612, 688), steps=4),
     _code_tiled(
-        "Int4Codes", "Int16Numbers", _per_arch(798, 802, 802, 803, 822, 878), steps=4, offsets=True
+        "Int4Codes", "Int16Numbers", _per_arch(896, 896, 896, 802, 810, 881), steps=4, offsets=True
     ),
     _code_tiled("Int4Table", "Int8Numbers", _per_arch(1407, 1407, 1407, 1236, 1242, 1245)),
     _code_tiled("Int4Table", "Int16Numbers", _per_arch(922, 922, 922, 827, 837, 892), steps=4),
     _code_tiled("Int8Codes", "Int8Numbers", _per_arch(854, 854, 854, 696, 692, 704), scaled=False),
     _code_tiled("Int8Codes", "Int8Numbers", _per_arch(1139, 1139, 1139, 974, 975, 980)),
     _code_tiled(
-        "Int8Codes", "Int16Numbers", _per_arch(484, 484, 484, 487, 493, 573), steps=4, scaled=False
+        "Int8Codes", "Int16Numbers", _per_arch(591, 591, 591, 489, 494, 580), steps=4, scaled=False
     ),
     _code_tiled("Int8Codes", "Int16Numbers", _per_arch(664, 664, 664, 567, 572, 646), steps=4),
     _code_tiled("Int8Codes", "Int16Numbers", _per_arch(1934, 1934, 1934, 1587, 1592, 1604)),
