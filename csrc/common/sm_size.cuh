@@ -4,7 +4,7 @@
 
 namespace specops {
 
-// Whether an SM has at least 164 KiB of shared memory. Otherwise it has 100 KiB.
+// True if an SM has at least 164 KiB of shared memory; the other SMs have 100 KiB.
 #if defined(__CUDA_ARCH__) && \
     (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ == 1200)
 constexpr bool kHasLargeSms = false;

@@ -104,9 +104,7 @@ template <typename Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     linear_code_tile_kernel(LinearParams params, CodeTilePlan plan, const unsigned char* rounded) {
   wait_for_previous_kernel();
-  int64_t row_tiles = (params.rows + kRoundedRows - 1) / kRoundedRows;
-  int64_t output_tiles = (params.weight.num_outputs + Shape::kOutputs - 1) / Shape::kOutputs;
-  BandPlace place(row_tiles, output_tiles);
+  BandPlace place((params.rows + kRoundedRows - 1) / kRoundedRows, output_tiles<Shape>(params));
   code_tile<Shape>(params,
                    plan,
                    rounded + place.row_tile * plan.stages * Shape::Rows::kBytes,

@@ -3,10 +3,16 @@
 #pragma once
 
 #include "common/device.cuh"
+#include "gemm/gemm.h"
 
 namespace specops {
 
 constexpr int kTileBand = 16;  // row tiles per band
+
+template <typename Shape>
+__device__ inline int64_t output_tiles(const GemmParams& params) {
+  return (params.weight.num_outputs + Shape::kOutputs - 1) / Shape::kOutputs;
+}
 
 // Place of a block among the tiles: rows are fastest within bands of row tiles, so that the blocks
 // which run together share weights and x in the L2 cache.

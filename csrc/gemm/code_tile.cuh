@@ -137,10 +137,6 @@ struct CodeTileCopy {
   }
 };
 
-__device__ inline float4 pack4(const float (&from)[4]) {
-  return make_float4(from[0], from[1], from[2], from[3]);
-}
-
 __device__ inline void load4(float (&to)[4], const void* from) {
   float4 four = *static_cast<const float4*>(from);
   to[0] = four.x;
@@ -175,7 +171,8 @@ struct CodeTileProducts {
   PieceScales last = {};
   float totals[kPairs][4][4] = {};  // [pair][row][output]
 
-  __device__ explicit CodeTileProducts(const WeightParams& weight) {
+  __device__ CodeTileProducts(const WeightParams& weight, int64_t rows)
+      : rows_left(static_cast<int>(rows)) {
     lane = static_cast<int>(threadIdx.x) % kWarpSize;
     side = static_cast<int>(threadIdx.x) / kWarpSize;
     int g = lane / 4, t = lane % 4;
@@ -312,9 +309,9 @@ __device__ inline void code_tile(const GemmParams& params,
                                  int64_t first_group) {
   unsigned char* memory = shared_memory();
   CodeTileCopy<Shape> copy(params.weight, plan, row_tile, first_group);
-  CodeTileProducts<Shape> products(params.weight);
+  using Products = CodeTileProducts<Shape>;
+  Products products(params.weight, params.rows - first_row);
   constexpr int kCopies = CodeTileCopy<Shape>::kCopies;
-  products.rows_left = static_cast<int>(params.rows - first_row);
   copy.fetch(memory, 0, kCopies, true);
   int slot = 0;  // offset of the current stage
   for (int stage = 0; stage < plan.stages; ++stage) {
@@ -329,16 +326,18 @@ __device__ inline void code_tile(const GemmParams& params,
       products.add_piece(memory, slot, piece, [&](int pair) {
         // Copies of the next stage start in two parts, so that loads need not wait for all. Pairs
         // of a long piece may be skipped, so there they start with the first.
-        constexpr int kFirst = Shape::kPieces == 1 ? kCopies : kCopies / 2;
-        int turn = (piece * 4 + pair) / Shape::kPieces;
-        bool begins = (piece * 4 + pair) % Shape::kPieces == 0;
+        constexpr int kFirst = Products::kIsLong ? kCopies : kCopies / 2;
+        int done = piece * Products::kPairs + pair, turn = done / Shape::kPieces;
+        bool begins = done % Shape::kPieces == 0;
         if (begins && turn == 0) copy.fetch(later, 0, kFirst, valid);
         if (begins && turn == 1 && kFirst < kCopies) copy.fetch(later, kFirst, kCopies, valid);
       });
     }
     slot = Shape::kSlotBytes - slot;
   }
-  if constexpr (!products.kIsLong) products.end_pair(products.last_sums, products.last, 3);
+  if constexpr (!Products::kIsLong) {
+    products.end_pair(products.last_sums, products.last, Products::kPairs - 1);
+  }
   // The rest of the code is short if the totals pass through memory that only their thread uses.
   ptx::cp_async_commit();
   ptx::cp_async_wait<0>();
@@ -346,7 +345,8 @@ __device__ inline void code_tile(const GemmParams& params,
   auto* totals = reinterpret_cast<float4*>(memory) + threadIdx.x;
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
-    totals[i * Shape::kThreads] = pack4(products.totals[i / 4][i % 4]);
+    const float (&t)[4] = products.totals[i / 4][i % 4];
+    totals[i * Shape::kThreads] = make_float4(t[0], t[1], t[2], t[3]);
   }
   int64_t output = (first_group + products.side) * kWeightGroup + products.lane / 4 * 4;
   float scales[4];

@@ -67,11 +67,6 @@ struct TilePlace {
   }
 };
 
-template <typename Shape>
-__device__ inline int64_t output_tiles(const GemmParams& params) {
-  return (params.weight.num_outputs + Shape::kOutputs - 1) / Shape::kOutputs;
-}
-
 // The copies that one thread makes: vectors of one tile of weights, and one chunk of every
 // kRowsApart-th row of x.
 // Eight lanes that read chunks of two rows must hit all banks. Rows of 64 bytes do so without

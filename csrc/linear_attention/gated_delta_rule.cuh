@@ -28,8 +28,8 @@ __device__ inline float warp_sum(float x) {
   return x;
 }
 
-// What a thread reads of one row: an element of q and of k, the inputs of a decay and of the
-// strength, and the value of its column. Zeros where it has none.
+// Inputs of a thread for one row: its elements of q and k, `a` for the decay, `b` for the strength,
+// and the value of its column. Those that the thread does not have are zero.
 struct DeltaInputs {
   float query, key, a, b, v;
 };
