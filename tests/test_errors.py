@@ -483,6 +483,7 @@ def moe_linear() -> dict[str, Any]:
         "expert_indptr": ints(0, 2, 2, 4),
         "row_indices": ints(0, 3, 0, 2),
         "out": torch.zeros(4, 5),
+        "workspace": torch.zeros(4),
     }
 
 

@@ -10,7 +10,7 @@ from shared_fixtures import assert_close, expect_fault
 from specops import dense, moe, reference
 from specops.dense import PackedWeight
 from specops.quantization import quantize_weight
-from test_quantized import FP8, INTEGERS, Case, make_weight
+from test_quantized import FP8, INTEGERS, TILED, Case, make_weight
 from torch import Tensor
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -199,6 +199,19 @@ def packed(weights: Tensor, activation: str | None = None) -> list[PackedWeight]
     return [dense.pack_weight(one, activation=activation) for one in weights]
 
 
+def quantized_experts(
+    case: Case, count: int, outputs: int, inputs: int, activation: str | None, device: str
+) -> list[PackedWeight]:
+    return [
+        dense.pack_weight(
+            make_weight(case, device, outputs, inputs),
+            activation=activation,
+            activations=case.activations,
+        )
+        for _ in range(count)
+    ]
+
+
 PLAIN = Case("plain", activations="float")
 KINDS = [PLAIN, *(case._replace(order=False) for case in [*INTEGERS, *FP8])]
 
@@ -238,14 +251,7 @@ def test_rows_have_the_bits_of_their_expert_alone(
     if case == PLAIN:
         each = packed(make_experts(8, outputs, inputs, dtype, device), activation)
     else:
-        each = [
-            dense.pack_weight(
-                make_weight(case, device, outputs, inputs),
-                activation=activation,
-                activations=case.activations,
-            )
-            for _ in range(8)
-        ]
+        each = quantized_experts(case, 8, outputs, inputs, activation, device)
     stacked = moe.stack_experts(iter(each), 8)
     bias = torch.randn(8, outputs).to(dtype).to(device) if use_bias else None
     rows = 40
@@ -324,6 +330,77 @@ def test_many_rows_of_experts_have_the_bits_of_linear(
     want = moe.moe_linear(x, stacked, indptr, indices, None)
     want[2] = 0
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("case", [one for one in TILED if not one.order], ids=str)
+def test_rounding_rows_of_experts_once_keeps_their_bits(
+    device: str, on_cuda: bool, case: Case
+) -> None:
+    """With a workspace, CUDA rounds the rows of experts once. A short workspace is not used."""
+    if not on_cuda:
+        pytest.skip("CPU kernels need no workspace")
+    for counts, inputs, outputs, dtype, activation in [
+        ([0, 65, 1, 20], 300, 40, torch.bfloat16, None),
+        ([40, 0, 70], 96, 130, torch.float32, None),
+        ([30], 257, 12, torch.float16, "silu"),
+    ]:
+        experts, rows = len(counts), 50
+        weights = quantized_experts(case, experts, outputs, inputs, activation, device)
+        stacked = moe.stack_experts(iter(weights), experts)
+        bias = torch.randn(experts, outputs).to(dtype).to(device)
+        wide = torch.randn(rows, inputs + 1).to(dtype).to(device)
+        x = wide[:, 1:]
+        x[3, 5], x[30, inputs - 1], x[8] = torch.nan, torch.inf, 0
+        indptr = torch.tensor([0, *torch.tensor(counts).cumsum(0)]).int().to(device)
+        indices = torch.randint(0, rows, (sum(counts),), dtype=torch.int32, device=device)
+        short = torch.zeros(4, device=device)  # for which linear has another kernel
+        want = torch.cat(
+            [
+                dense.linear(own, weights[e], bias[e], workspace=short)
+                for e, own in enumerate(x[indices.long()].split(counts))
+            ]
+        )
+        floats = moe.moe_linear_workspace_size(sum(counts), stacked)
+        for size in (floats, floats - 4):
+            workspace = torch.full((size,), torch.nan, device=device)
+            for own, rows_of_pairs in ((x, indices), (x[indices.long()], None)):
+                got = moe.moe_linear(own, stacked, indptr, rows_of_pairs, bias, workspace=workspace)
+                assert torch.allclose(got, want, rtol=0, atol=0, equal_nan=True), counts
+            assert workspace.isnan().all() == (size < floats)
+
+
+def test_workspaces_are_for_experts_with_many_rows(device: str, on_cuda: bool) -> None:
+    def size(pairs: int, case: Case) -> int:
+        weights = quantized_experts(case, 3, 40, 300, None, device)
+        return moe.moe_linear_workspace_size(pairs, moe.stack_experts(iter(weights), 3))
+
+    int8 = Case("int8", 128)
+    sizes = [size(pairs, int8) for pairs in (0, 24, 25, 64, 10**6)]
+    assert sizes[:2] == [0, 0] and sizes == sorted(sizes)
+    assert bool(sizes[2]) == on_cuda
+    assert size(1000, Case("int8", 16)) == size(1000, FP8[0]) == 0
+    plain = moe.stack_experts(packed(torch.randn(3, 40, 300).to(device)), 3)
+    assert moe.moe_linear_workspace_size(1000, plain) == 0
+
+
+def test_experts_beyond_a_warp_find_their_tiles(device: str, on_cuda: bool) -> None:
+    if not on_cuda:
+        pytest.skip("CPU kernels look up no tiles")
+    weights = quantized_experts(Case("int4", 128, "int8"), 40, 4, 32, None, device)
+    stacked = moe.stack_experts(iter(weights), 40)
+    counts = [0] * 40
+    counts[2], counts[31], counts[32], counts[39] = 65, 200, 1, 70
+    indptr = torch.tensor([0, *torch.tensor(counts).cumsum(0)]).int().to(device)
+    x = torch.randn(sum(counts), 32).bfloat16().to(device)
+    short = torch.zeros(4, device=device)
+    whole, parts = (moe.moe_linear(x, stacked, indptr, workspace=one) for one in (None, short))
+    assert torch.equal(whole, parts)
+    wrong = indptr.clone()
+    wrong[33] = 0  # the last row of expert 31 is the last one that is computed
+    out = torch.full_like(whole, 7)
+    with expect_fault(on_cuda, "moe_linear: expert_indptr.* must be non-decreasing from 0"):
+        moe.moe_linear(x, stacked, wrong, out=out)
+    assert torch.equal(out[:265], whole[:265]) and (out[265:] == 7).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -69,6 +69,7 @@ CONV = "test_linear_attention.py conv"
 STATES = "test_linear_attention.py delta or states"
 GATE = "test_dense.py output_gate"
 ROUTE = "test_moe.py route or lowest or router"
+TILED_EXPERTS = "test_moe.py rounding_rows_of_experts or beyond_a_warp"
 EXPERTS = "test_moe.py sort or combine or alone or many_rows or out_of_range"
 TYPICAL = "test_logits_processors.py typical and not large and not nearest"
 TYPICAL_TIES = "test_logits_processors.py nearest and simt"
@@ -120,7 +121,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a tile goes on into the rows of the next expert",
-        "moe/moe_linear.cuh",
+        "gemm/expert_rows.cuh",
         "int rows = min(__shfl_sync(kFullMask, end, owner) - at, kTileRows);",
         "int rows = min(static_cast<int>(params.rows) - at, kTileRows);",
         EXPERTS,
@@ -134,7 +135,7 @@ MUTATIONS = [
     ),
     Mutation(
         "an expert's scales are those of the first",
-        "moe/moe_linear.h",
+        "gemm/experts.h",
         "weight.scales += e * params.scales;",
         "weight.scales += 0 * params.scales;",
         EXPERTS,
@@ -503,6 +504,20 @@ MUTATIONS = [
         "i < kPieceSteps; ++i) {\n        float more[4];",
         "i < 1; ++i) {\n        float more[4];",
         TILED_CODES,
+    ),
+    Mutation(
+        "experts have no incomplete tiles of rounded rows",
+        "gemm/code_tiles.cu",
+        "params.expert_indptr == nullptr",
+        "params.rows > 0",
+        TILED_EXPERTS,
+    ),
+    Mutation(
+        "rounded rows are those of another tile",
+        "gemm/code_tiles.cuh",
+        "rounded_tile(params, index / stages)",
+        "rounded_tile(params, index / stages / 2)",
+        TILED_EXPERTS,
     ),
     Mutation(
         "the last group's scale is read past its end",

@@ -292,6 +292,11 @@ def test_rounding_many_rows_once_keeps_their_bits(
                 assert workspace[COUNTERS:].isnan().all() == (size < floats)
 
 
+def test_many_rows_without_inputs_are_the_bias(device: str, isa: str) -> None:
+    x, q, bias = make(BY_OUTPUT, device, 40, 0, 6, torch.bfloat16)
+    assert torch.equal(dense.linear(x, dense.pack_weight(q), bias), bias.expand(40, 6))
+
+
 @pytest.mark.parametrize("case", [one for one in INTEGERS if not one.order], ids=str)
 def test_products_of_shards_equal_the_product_of_the_whole(isa: str, case: Case) -> None:
     """Split the outputs anywhere and the inputs at a group boundary.

@@ -50,7 +50,7 @@ void tile_rows(const LinearParams& params, GemmPlan plan, CudaStream stream) {
       ceil_div(params.rows, kRows) * ceil_div(params.weight.num_outputs, Shape::kOutputs);
   // The kernel's tiles may be smaller than linear_splits() assumes, so there may be more tiles than
   // counters.
-  plan.split = plan.split && Shape::kSplits && tiles <= kLinearCounters;
+  plan.split = plan.split && Shape::kSplits && tiles <= kWorkspaceCounters;
   launch(linear_tile_kernel<T, kWarpTiles, kRows, kAligned>,
          grid_of(tiles, plan.split ? plan.leaves : 1),
          dim3(Shape::kThreads),

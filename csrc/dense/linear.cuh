@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(128) linear_stream_kernel(LinearParams params,
 //          per tile, from memory or cache; bound by the tensor cores from about 200 rows on. Totals
 //          in shared memory add 6 % at 4,096 inputs. If split, 4 bytes per output and leaf are
 //          written, and read by the last block of each tile.
-// Assumes: weights packed by pack_weight. If split, a workspace of kLinearCounters counters, which
+// Assumes: weights packed by pack_weight. If split, a workspace of kWorkspaceCounters counters, which
 //          are zero before and after, then [leaves, rows, outputs rounded up to 32].
 // Order:   as linear_stream_kernel: leaves are added as they end, or by the last block to arrive.
 // Source:  multistage cp.async GEMM as in CUTLASS, with fragments read whole from both layouts.
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(2 * kRows)
     return static_cast<const T*>(params.x) + row * params.x_stride;
   };
   LeafWorkspace workspace{reinterpret_cast<int32_t*>(params.workspace),
-                          params.workspace + kLinearCounters,
+                          params.workspace + kWorkspaceCounters,
                           params.error,
                           kLinearWorkspace};
   tile_rows<T, Shape, kAligned, false>(params, plan, place, row_at, workspace);

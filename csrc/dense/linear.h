@@ -10,7 +10,6 @@
 #include "common/error_flag.h"
 #include "common/isa.h"
 #include "gemm/gemm.h"
-#include "gemm/integer_rows.h"
 #include "gemm/rounded_rows.h"
 
 namespace specops {
@@ -55,15 +54,11 @@ constexpr LinearKernelName kLinearKernels[] = {
     {"tile_256x128", LinearKernel::kTile256x128, INT64_MAX},
 };
 
-// The workspace begins with this many int32 counters, one per split tile, which count its finished
-// leaves. They are zero before and after every call. Only one call at a time may use a workspace.
-constexpr int64_t kLinearCounters = 128;
-
 // Returns whether each leaf of a tile (a part of its sum over inputs) is computed by a block of its
 // own, so that few tiles keep a large GPU busy.
 inline bool linear_splits(int64_t rows, int64_t num_outputs, int64_t num_inputs, DType dtype) {
   if (dtype == DType::kFloat32 || rows <= kLinearStreamRows) return false;
-  constexpr int64_t kMaxBlocks = 2 * kLinearCounters;  // blocks of two leaves or more
+  constexpr int64_t kMaxBlocks = 2 * kWorkspaceCounters;  // blocks of two leaves or more
   int64_t leaves = sum_leaves(num_inputs).leaves;
   int64_t tile_rows = linear_tile_rows(rows);
   int64_t tiles = (rows + tile_rows - 1) / tile_rows *
@@ -74,7 +69,7 @@ inline bool linear_splits(int64_t rows, int64_t num_outputs, int64_t num_inputs,
 // Returns the size in floats of a workspace for split tiles: the counters, and the leaves of every
 // output.
 inline int64_t linear_workspace_floats(int64_t rows, int64_t num_outputs, int64_t num_inputs) {
-  return kLinearCounters +
+  return kWorkspaceCounters +
          sum_leaves(num_inputs).leaves * rows * weight_groups(num_outputs) * kWeightGroup;
 }
 
@@ -87,27 +82,6 @@ inline int64_t linear_max_split_rows(int64_t num_outputs, int64_t num_inputs, DT
     if (linear_splits(rows, num_outputs, num_inputs, dtype)) return rows;
   }
   return 0;
-}
-
-// Returns the steps of 32 inputs per piece in the form of linear for quantized weights that rounds
-// rows once and then multiplies tiles; 0 if the weight has no such form. The forms cover what files
-// of models contain.
-inline int linear_piece_steps(const WeightParams& weight) {
-  constexpr int64_t kMostTileInputs = 1 << 20;  // see code_tile_plan()
-  bool is_int4 = weight.kind == WeightKind::kInt4;
-  if (!is_in_panels(weight.kind) || weight.num_inputs > kMostTileInputs) return 0;
-  if (weight.offsets != nullptr && (!is_int4 || weight.code_values != nullptr)) return 0;
-  if (weight.group == 0 ? is_int4 : weight.group % kInt8Group != 0) return 0;
-  if (weight.row_numbers == RowNumbers::kInt8) return 1;
-  if (weight.group % kIntegerGroup == 0) return 4;
-  return is_int4 || weight.group % 64 == 0 ? 0 : 1;
-}
-
-// Returns the workspace of this form in floats per row, for rows rounded up to kRoundedRows.
-inline int64_t linear_rounded_floats(const WeightParams& weight) {
-  int64_t stages = (weight.num_inputs + kCodeStage - 1) / kCodeStage;
-  int64_t planes = weight.row_numbers == RowNumbers::kInt8 ? 1 : 2;
-  return stages * rounded_stage_bytes(planes) / kRoundedRows / 4;
 }
 
 struct PackWeightParams {
@@ -135,6 +109,5 @@ SPECOPS_DECLARE_CUDA(linear_cuda, LinearParams);
 // Variants of both ops for quantized weights.
 SPECOPS_DECLARE_CUDA(pack_codes_cuda, PackWeightParams);
 SPECOPS_DECLARE_CUDA(linear_codes_cuda, LinearParams);
-SPECOPS_DECLARE_CUDA(linear_code_tiles_cuda, LinearParams);
 
 }  // namespace specops

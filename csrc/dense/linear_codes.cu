@@ -65,9 +65,8 @@ bool fits(const LinearParams& params) {
 // 0.8 to 1.3 times as long as one of 32.
 bool code_tiles_pay(const LinearParams& params, CudaStream stream) {
   int64_t row_tiles = ceil_div(params.rows, kRoundedRows);
-  int64_t floats =
-      kLinearCounters + row_tiles * kRoundedRows * linear_rounded_floats(params.weight);
-  if (linear_piece_steps(params.weight) == 0 || params.workspace_size < floats) return false;
+  if (code_tile_steps(params.weight) == 0 || params.rows > INT32_MAX) return false;
+  if (params.workspace_size < rounded_workspace_floats(row_tiles, params.weight)) return false;
   int64_t output_tiles = ceil_div(params.weight.num_outputs, Many::kOutputs), sms = num_sms(stream);
   int64_t tiles = ceil_div(row_tiles * output_tiles, sms);
   int64_t small = ceil_div(ceil_div(params.rows, Many::kRows) * output_tiles, sms);
@@ -81,7 +80,13 @@ void pack_codes_cuda(const PackWeightParams& params, CudaStream stream) {
 }
 
 void linear_codes_cuda(const LinearParams& params, CudaStream stream) {
-  if (code_tiles_pay(params, stream)) return linear_code_tiles_cuda(params, stream);
+  if (code_tiles_pay(params, stream)) {
+    ExpertsParams one{};  // expert_indptr is nullptr: one expert has all rows
+    static_cast<GemmParams&>(one) = params;
+    one.workspace = params.workspace;
+    one.error = params.error;
+    return code_tiles_cuda(one, stream);
+  }
   with_codes(params, [&]<typename Codes, typename Numbers>() {
     if constexpr (!Numbers::kIsFloat) {
       if (params.weight.group % 32 != 0) return run<Codes, Numbers, Halves>(params, stream);

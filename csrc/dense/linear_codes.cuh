@@ -3,9 +3,7 @@
 #pragma once
 
 #include "dense/linear.h"
-#include "gemm/band.cuh"
 #include "gemm/code_product.cuh"
-#include "gemm/code_tile.cuh"
 
 namespace specops {
 
@@ -86,30 +84,6 @@ __global__ void __launch_bounds__(Shape::kThreads, 2)
   };
   code_rows<Codes, Numbers, Shape>(
       params, plan, params.error, first_row, blockIdx.x / row_tiles, row_at);
-}
-
-// Computes the same as linear_codes_kernel for rows that round_rows_kernel has rounded.
-// Grid:    x = tiles of 128 outputs by 64 rows, rows fastest within bands of 16 row tiles, so that
-//          a wave of blocks shares weights and rows in L2 (unbounded).
-// Block:   4 warps; each has 32 outputs and all rows of the tile.
-// Smem:    two slots of a stage: weights, rows, scales. 35 to 68 KiB by formats. At the end, the
-//          totals.
-// Cost:    2 * 128 * 64 * num_inputs operations per tile. With 8-bit rows, a sum of 32 products
-//          takes three float operations besides (two, if each output has one scale), which limit
-//          the kernel; with 16-bit rows, reads of shared memory do.
-// Assumes: weights packed by pack_weight; rows in the layout of RoundedStage.
-// Order:   as linear_codes_kernel.
-// Source:  double-buffered cp.async GEMM, with the scales of both operands applied to exact sums.
-template <typename Shape>
-__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
-    linear_code_tile_kernel(LinearParams params, CodeTilePlan plan, const unsigned char* rounded) {
-  wait_for_previous_kernel();
-  BandPlace place((params.rows + kRoundedRows - 1) / kRoundedRows, output_tiles<Shape>(params));
-  code_tile<Shape>(params,
-                   plan,
-                   rounded + place.row_tile * plan.stages * Shape::Rows::kBytes,
-                   place.row_tile * kRoundedRows,
-                   place.output_tile * Shape::kSides);
 }
 
 }  // namespace specops

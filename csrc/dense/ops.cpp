@@ -87,8 +87,8 @@ std::array<int64_t, 7> packed_weight_layout(Argument device,
     DType dtype = bytes == 2 ? DType::kBFloat16 : DType::kFloat32;
     floats = sum_leaves(num_inputs).leaves * weight_groups(num_outputs) * kWeightGroup;
     rows = linear_max_split_rows(num_outputs, num_inputs, dtype);
-  } else if (on_cuda && linear_piece_steps(weight) != 0) {
-    floats = linear_rounded_floats(weight);
+  } else if (on_cuda && code_tile_steps(weight) != 0) {
+    floats = rounded_row_floats(weight);
     rows = INT32_MAX / kRoundedRows * kRoundedRows;
   }
   return {dims.blocks, dims.steps, dims.word, dims.scale_block, dims.turn, floats, rows};

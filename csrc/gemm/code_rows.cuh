@@ -165,12 +165,9 @@ struct StageStep {
   const StageRows<Numbers, kRows>& rows;
   int row, step;
 
-  // Stores the integers of a plane, of which lane t of the operand reads lanes[t].
-  __device__ void store_numbers(int plane, const uint2 (&lanes)[4]) const {
-#pragma unroll
-    for (int t = 0; t < 4; ++t) {
-      *reinterpret_cast<uint2*>(rows.row(plane, row) + 32 * t + 8 * step) = lanes[t];
-    }
+  // Stores the integers of a plane that lane t of the operand reads.
+  __device__ void store_numbers(int plane, int t, uint2 numbers) const {
+    *reinterpret_cast<uint2*>(rows.row(plane, row) + 32 * t + 8 * step) = numbers;
   }
   __device__ void store_scale(float scale) const { rows.scales(step)[row] = scale; }
   // Stores the sums of the integers of both half steps.
@@ -210,19 +207,15 @@ __device__ inline void store_integers(const Step& to, const float (&values)[32],
     codes[i] = __float_as_uint(__fadd_rn(__fmul_rn(values[i], inverse), kWholeFloat));
     if constexpr (kIsWide) codes[i] = min(codes[i], kWholeBits + 32767u);
   }
-  uint2 lanes[4];
-  if constexpr (kIsWide) {
-#pragma unroll
-    for (int t = 0; t < 4; ++t) {
-      lanes[t] = make_uint2(gather_bytes<1>(codes + 8 * t), gather_bytes<1>(codes + 8 * t + 4));
-    }
-    to.store_numbers(0, lanes);
-  }
 #pragma unroll
   for (int t = 0; t < 4; ++t) {
-    lanes[t] = make_uint2(gather_bytes<0>(codes + 8 * t), gather_bytes<0>(codes + 8 * t + 4));
+    const uint32_t* own = codes + 8 * t;
+    if constexpr (kIsWide) {
+      to.store_numbers(0, t, make_uint2(gather_bytes<1>(own), gather_bytes<1>(own + 4)));
+    }
+    uint2 low = make_uint2(gather_bytes<0>(own), gather_bytes<0>(own + 4));
+    to.store_numbers(Step::Numbers::kPlanes - 1, t, low);
   }
-  to.store_numbers(Step::Numbers::kPlanes - 1, lanes);
   to.store_scale(scale);
   if (!sums) return;
   int halves[2] = {};

@@ -299,18 +299,19 @@ struct CodeTileProducts {
   }
 };
 
-// Computes the outputs of one block: of kRoundedRows rows from first_row on, at most to
-// params.rows, and of four groups of outputs from first_group on. row_tile: stages of these rows.
-template <typename Shape>
-__device__ inline void code_tile(const GemmParams& params,
+// Computes the outputs of one block: of all rows, at most kRoundedRows, and of four groups of outputs
+// from first_group on. product_of(): the product. It is called again before the outputs are stored,
+// because the loop leaves no registers for it. row_tile: stages of these rows.
+template <typename Shape, typename ProductOf>
+__device__ inline void code_tile(const ProductOf& product_of,
                                  const CodeTilePlan& plan,
                                  const unsigned char* row_tile,
-                                 int64_t first_row,
                                  int64_t first_group) {
   unsigned char* memory = shared_memory();
-  CodeTileCopy<Shape> copy(params.weight, plan, row_tile, first_group);
+  GemmParams first = product_of();
+  CodeTileCopy<Shape> copy(first.weight, plan, row_tile, first_group);
   using Products = CodeTileProducts<Shape>;
-  Products products(params.weight, params.rows - first_row);
+  Products products(first.weight, first.rows);
   constexpr int kCopies = CodeTileCopy<Shape>::kCopies;
   copy.fetch(memory, 0, kCopies, true);
   int slot = 0;  // offset of the current stage
@@ -319,7 +320,7 @@ __device__ inline void code_tile(const GemmParams& params,
     __syncthreads();
     unsigned char* later = memory + (Shape::kSlotBytes - slot);
     bool valid = stage + 1 < plan.stages;
-    int left = static_cast<int>(params.weight.num_inputs) - stage * kCodeInputs;
+    int left = copy.num_inputs - stage * kCodeInputs;
 #pragma unroll
     for (int piece = 0; piece < Shape::kPieces; ++piece) {
       if (piece > 0 && piece * 32 * Shape::kPieceSteps >= left) break;
@@ -348,13 +349,14 @@ __device__ inline void code_tile(const GemmParams& params,
     const float (&t)[4] = products.totals[i / 4][i % 4];
     totals[i * Shape::kThreads] = make_float4(t[0], t[1], t[2], t[3]);
   }
+  GemmParams params = product_of();
   int64_t output = (first_group + products.side) * kWeightGroup + products.lane / 4 * 4;
   float scales[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) scales[i] = output_scale(params.weight, plan, output + i);
 #pragma unroll 1
   for (int i = 0; i < 16; ++i) {
-    int64_t row = first_row + i / 4 * 16 + products.lane % 4 * 4 + i % 4;
+    int64_t row = i / 4 * 16 + products.lane % 4 * 4 + i % 4;
     if (row >= params.rows) continue;
     float4 sums = totals[i * Shape::kThreads];
     finish_quad(params,

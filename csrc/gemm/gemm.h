@@ -6,6 +6,11 @@
 
 namespace specops {
 
+// On CUDA, a workspace begins with this many int32 counters, one per split tile of linear, which
+// count its finished leaves. They are zero before and after every call. Only one call at a time may
+// use a workspace.
+constexpr int64_t kWorkspaceCounters = 128;
+
 struct GemmParams {
   const void* x;  // [rows, num_inputs], rows x_stride apart
   WeightParams weight;

@@ -13,7 +13,7 @@ thread_local GrowingArray<int32_t> busy_experts;
 
 // Computes the products of the experts that have rows. The length of a range of columns is a
 // multiple of `together`.
-void run(const MoeLinearParams& params, int64_t num_columns, int64_t together) {
+void run(const ExpertsParams& params, int64_t num_columns, int64_t together) {
   int32_t* busy = busy_experts.reserve(params.num_experts);
   int64_t count = 0;
   for (int64_t e = 0; e < params.num_experts; ++e) {
@@ -52,7 +52,7 @@ void run(const MoeLinearParams& params, int64_t num_columns, int64_t together) {
 // Source:  -
 // Threads: ranges of blocks or panels of one expert, with all its rows; enough of them that all
 //          threads end at about the same time.
-void moe_linear_cpu(const MoeLinearParams& params) {
+void moe_linear_cpu(const ExpertsParams& params) {
   const WeightParams& weight = params.weight;
   if (is_in_panels(weight.kind)) {
     return run(params, weight_panels(weight.num_outputs, weight.activation), 1);

@@ -139,11 +139,12 @@ void moe_linear(const TensorView& x,
                 const TensorView& bias,
                 const TensorView& expert_indptr,
                 const TensorView& row_indices,
-                const TensorView& out) {
+                const TensorView& out,
+                const TensorView& workspace) {
   Checker check("moe_linear");
   Dim x_rows{"rows"}, num_outputs{"num_outputs"}, num_inputs{"num_inputs"};
   Dim experts{"num_experts"}, entries{"num_experts + 1"}, pairs{"pairs"};
-  Dim width{"num_outputs / 2"};
+  Dim width{"num_outputs / 2"}, workspace_size{"floats"};
   WeightFields fields = weight_fields(check, packed_weight);
   int64_t data = take_first(check, "weight.data", fields.data, experts);
   int64_t scales = take_first(check, "weight.scales", fields.scales, experts);
@@ -177,6 +178,7 @@ void moe_linear(const TensorView& x,
   } else {
     check.tensor("out", out, {dtype, DType::kFloat32}, {&pairs, &num_outputs});
   }
+  check.optional("workspace", workspace, {DType::kFloat32}, {&workspace_size});
   GemmParams gemm{
       .x = x.raw(),
       .weight = packed.params,
@@ -188,16 +190,19 @@ void moe_linear(const TensorView& x,
       .out_dtype = out.dtype(),
       .row_indices = row_indices.data<int32_t>(),
   };
-  MoeLinearParams params{gemm,
-                         expert_indptr.data<int32_t>(),
-                         experts,
-                         x_rows,
-                         data * dtype_bytes(packed.dtype),
-                         scales,
-                         offsets,
-                         code_values,
-                         check.error_flag()};
+  ExpertsParams params{gemm,
+                       expert_indptr.data<int32_t>(),
+                       experts,
+                       x_rows,
+                       data * dtype_bytes(packed.dtype),
+                       scales,
+                       offsets,
+                       code_values,
+                       workspace.data<float>(),
+                       workspace.defined() ? workspace_size.value : 0,
+                       check.error_flag()};
   if (pairs == 0 || num_outputs == 0 || experts == 0) return;
+  if (check.on_cuda() && workspace.defined()) check.on_16_bytes("workspace", workspace);
   if (check.on_cuda()) return moe_linear_cuda(params, check.stream());
   int64_t busy = 0;
   for (int64_t e = 0; e < experts; ++e) {

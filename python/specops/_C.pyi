@@ -355,6 +355,7 @@ def moe_linear(
     expert_indptr: Tensor,
     row_indices: Tensor | None,
     out: Written,
+    workspace: Written | None,
 ) -> None: ...
 def moe_combine(
     expert_out: Tensor,

@@ -19,7 +19,11 @@ from torch import Tensor
 from specops import _C
 from specops._checks import check_int, check_kind, describe, empty, try_or_none
 from specops._huge_pages import ask_for_huge_pages
-from specops.dense import PackedWeight
+from specops.dense import PackedWeight, linear_workspace_size
+
+# With more pairs per expert than this, CUDA rounds rows in advance, and multiplies tiles of them.
+_EXPERT_ROWS = 8
+_TILE_ROWS = 64
 
 
 class ExpertOrder(NamedTuple):
@@ -222,6 +226,7 @@ def moe_linear(
     *,
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    workspace: Tensor | None = None,
 ) -> Tensor:
     """Multiply rows with the weights of the experts that they are routed to.
 
@@ -242,6 +247,9 @@ def moe_linear(
             num_outputs / 2], dtype of `x`. Rows after the last pair are not written. Allocated
             when absent.
         out_dtype: dtype of an `out` to be allocated; that of `x` when absent.
+        workspace: [floats], float32, for CUDA; see `moe_linear_workspace_size`. With an int8 or
+            int4 weight, it holds many rows after rounding, so that they are rounded once. A short
+            one is not used, which costs only time. Allocated when absent.
 
     Returns:
         `out`.
@@ -253,8 +261,9 @@ def moe_linear(
 
     Note:
         Deterministic, like `dense.linear`. The weights of an expert are read once for all its rows
-        (on CUDA: once for every 8 of them, or, with 16-bit weights and more than 8 pairs per
-        expert on average, for every 64 or 128); those of experts without rows are not read.
+        (on CUDA: once for every 8 of them, or, with 16-bit, int8 or int4 weights and more than 8
+        pairs per expert on average, for every 64 or 128); those of experts without rows are not
+        read.
     """
     check_kind("moe_linear", "weight", weight, PackedWeight, " of stack_experts")
     if out is None:
@@ -263,8 +272,38 @@ def moe_linear(
         out = empty(lambda: ((pairs.shape[0], max(width, 0)), out_dtype, x))
     elif out_dtype is not None and try_or_none(lambda: out.dtype) != out_dtype:
         raise ValueError(f"moe_linear: out must be {describe(out_dtype)}, got {describe(out)}")
-    _C.moe_linear(x, weight, bias, expert_indptr, row_indices, out)
+    if workspace is None and weight.max_workspace_rows > 0:
+        floats = try_or_none(lambda: moe_linear_workspace_size(len(out), weight))
+        if floats:
+            workspace = torch.empty(floats, dtype=torch.float32, device=x.device)
+    _C.moe_linear(x, weight, bias, expert_indptr, row_indices, out, workspace)
     return out
+
+
+def moe_linear_workspace_size(num_pairs: int, weight: PackedWeight) -> int:
+    """Return the workspace size, in floats, with which `moe_linear` is fastest.
+
+    Args:
+        num_pairs: rows of `out`.
+        weight: packed weight made by `stack_experts`.
+
+    Returns:
+        The size; 0 if no workspace is ever used: on cpu, with weights that are not int8 or int4,
+        and with at most 8 pairs per expert. It suffices for every call with at most `num_pairs`
+        pairs, and is 1.25 bytes (with int16 activations 2.25) per pair and input, with up to 64
+        more pairs for each expert. The workspace may be shared with calls of `dense.linear`, one
+        after the other: the counters at its begin are not used.
+
+    Raises:
+        ValueError: num_pairs is negative, or weight is not packed.
+    """
+    check_int("moe_linear_workspace_size", "num_pairs", num_pairs)
+    check_kind("moe_linear_workspace_size", "weight", weight, PackedWeight, " of stack_experts")
+    num_experts = len(weight.data)
+    if weight.kind == "plain" or num_pairs <= num_experts * _EXPERT_ROWS:
+        return 0
+    tiles = num_pairs // _TILE_ROWS + num_experts  # the last tile of an expert may be incomplete
+    return linear_workspace_size(tiles * _TILE_ROWS, weight)
 
 
 def moe_combine(

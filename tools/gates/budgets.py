@@ -198,9 +198,9 @@ BUDGETS: tuple[Budget, ...] = (
     Budget("round_rows_kernel<*", registers=64, threads=128, blocks_per_sm=8),
     # Sums of pieces and their scales, besides the totals; three blocks hide each other's latencies.
     # A smaller SM holds two, so threads may take more registers there.
-    Budget("linear_code_tile_kernel<*Int4Codes, Int8Numbers, *, false>*", 192, 128, 38 << 10, 3),
-    Budget("linear_code_tile_kernel<*Int8Numbers, *, false, false>*", 192, 128, 50 << 10, 3),
-    Budget("linear_code_tile_kernel<*", registers=255, threads=128, smem_bytes=70 << 10),
+    Budget("code_tile_kernel<*Int4Codes, Int8Numbers, *, false>*", 192, 128, 38 << 10, 3),
+    Budget("code_tile_kernel<*Int8Numbers, *, false, false>*", 192, 128, 50 << 10, 3),
+    Budget("code_tile_kernel<*", registers=255, threads=128, smem_bytes=70 << 10),
     # An expert also looks up its rows; shared memory fits two blocks of wide tiles.
     Budget("moe_codes_kernel<Fp8Codes, *, CodeShape<4, 1, 1, *>", 160, 128, 89 << 10),
     Budget("moe_codes_kernel<*, CodeShape<4, 1, 1, *>", 152, threads=128, smem_bytes=89 << 10),
@@ -555,7 +555,7 @@ def _code_tiled(
     lines = scaled + offsets  # copies of scales and of offsets
     form = ", ".join((str(steps), str(scaled).lower(), str(offsets).lower()))
     return Metered(
-        f"linear_code_tile_kernel<CodeTileShape<{weights}, {numbers}, {form}> >",
+        f"code_tile_kernel<CodeTileShape<{weights}, {numbers}, {form}> >",
         "stage of 128 inputs, 32 x 64",
         (Way({"IMMA*": 64 * planes, "LDGSTS*": weight_copies + -(-row_bytes // 2048) + lines}),),
         instructions,
@@ -785,23 +785,23 @@ METERED: tuple[Metered, ...] = (
         _per_arch(1318, 1318, 1318, 1327, 1300, 1307),
         kernel=_MOE,
     ),
-    _code_tiled("Int4Codes", "Int8Numbers", _per_arch(1170, 1200, 1200, 1015, 1014, 1021)),
+    _code_tiled("Int4Codes", "Int8Numbers", _per_arch(1170, 1200, 1200, 1015, 1020, 1021)),
     _code_tiled(
         "Int4Codes", "Int8Numbers", _per_arch(1748, 1748, 1748, 1538, 1545, 1539), offsets=True
     ),
     _code_tiled("Int4Codes", "Int16Numbers", _per_arch(705, 705, 705, 603, 612, 688), steps=4),
     _code_tiled(
-        "Int4Codes", "Int16Numbers", _per_arch(896, 896, 896, 802, 810, 881), steps=4, offsets=True
+        "Int4Codes", "Int16Numbers", _per_arch(899, 899, 899, 802, 810, 883), steps=4, offsets=True
     ),
-    _code_tiled("Int4Table", "Int8Numbers", _per_arch(1407, 1407, 1407, 1236, 1242, 1245)),
+    _code_tiled("Int4Table", "Int8Numbers", _per_arch(1415, 1415, 1415, 1236, 1242, 1245)),
     _code_tiled("Int4Table", "Int16Numbers", _per_arch(922, 922, 922, 827, 837, 892), steps=4),
     _code_tiled("Int8Codes", "Int8Numbers", _per_arch(854, 854, 854, 696, 692, 704), scaled=False),
     _code_tiled("Int8Codes", "Int8Numbers", _per_arch(1139, 1139, 1139, 974, 975, 980)),
     _code_tiled(
         "Int8Codes", "Int16Numbers", _per_arch(591, 591, 591, 489, 494, 580), steps=4, scaled=False
     ),
-    _code_tiled("Int8Codes", "Int16Numbers", _per_arch(664, 664, 664, 567, 572, 646), steps=4),
-    _code_tiled("Int8Codes", "Int16Numbers", _per_arch(1934, 1934, 1934, 1587, 1592, 1604)),
+    _code_tiled("Int8Codes", "Int16Numbers", _per_arch(664, 664, 664, 567, 572, 648), steps=4),
+    _code_tiled("Int8Codes", "Int16Numbers", _per_arch(1937, 1937, 1937, 1587, 1592, 1610)),
     _delta_rule(_per_arch(436, 436, 436, 440, 412, 403)),
     # Two sums are bound by powers of two: on 100a and 120 the detour through shared memory costs
     # more instructions than three-input maxima saved there. A deeper ring costs verify three more

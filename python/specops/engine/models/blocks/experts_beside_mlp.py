@@ -87,6 +87,10 @@ class ExpertsBesideMlp(MlpBlock):
         """Projections of the dense MLP."""
         return self._mlp.projections
 
+    def sums_size(self, rows: int) -> int:
+        """Return how many floats of `LayerBatch.sums` a step of `rows` rows needs."""
+        return max(super().sums_size(rows), self._experts.sums_size(rows))
+
     def bytes_read(self, rows: int) -> float:
         """Return the expected bytes of weights read if rows choose their experts independently."""
         return super().bytes_read(rows) + self._experts.bytes_read(rows)

@@ -47,9 +47,7 @@ class LayerStack:
         # One attention block per shape suffices to find the largest workspace.
         attentions = {(layer.attention.shape, layer.attention.kv): layer for layer in layers}
         self._attentions = [layer.attention for layer in attentions.values()]
-        weights = [*projections, *(weight for layer in layers for weight in layer.weights)]
-        sizes = {(one.workspace_per_row, one.max_workspace_rows): one for one in weights}
-        self._weights = list(sizes.values())
+        self._projections = projections
 
     def reserve(self, rows: int) -> None:
         """Allocate buffers for steps of up to `rows` rows; calls for fewer rows do nothing."""
@@ -92,8 +90,11 @@ class LayerStack:
 
     def sums_size(self, rows: int, outputs: int) -> int:
         """Return the floats of `linear` workspace for `rows` rows, `outputs` of them for logits."""
-        sizes = [dense.linear_workspace_size(rows, weight) for weight in self._weights]
-        return max(*sizes, dense.linear_workspace_size(outputs, self.lm_head))
+        return max(
+            dense.linear_workspace_size(outputs, self.lm_head),
+            *(dense.linear_workspace_size(rows, one) for one in self._projections),
+            *(layer.sums_size(rows) for layer in self.layers),
+        )
 
     def logits(
         self, hidden: Tensor, *, out: Tensor | None = None, sums: Tensor | None = None

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "common/launch.cuh"
-#include "dense/linear_codes.cuh"
+#include "gemm/code_tiles.cuh"
 
 namespace specops {
 namespace {
@@ -8,10 +8,12 @@ namespace {
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 template <typename Shape>
-void run(const LinearParams& params, CudaStream stream) {
+void run(const ExpertsParams& params, CudaStream stream) {
   CodeTilePlan plan = code_tile_plan<typename Shape::Codes>(params);
-  auto* rounded = reinterpret_cast<unsigned char*>(params.workspace + kLinearCounters);
-  int64_t row_tiles = ceil_div(params.rows, kRoundedRows);
+  auto* rounded = reinterpret_cast<unsigned char*>(params.workspace + kWorkspaceCounters);
+  int64_t row_tiles = params.expert_indptr == nullptr
+                          ? ceil_div(params.rows, kRoundedRows)
+                          : most_row_tiles(params.rows, params.num_experts, kRoundedRows);
   int64_t output_tiles = ceil_div(params.weight.num_outputs, Shape::kOutputs);
   constexpr int64_t kBlocksPerStage = kRoundedRows * kCodeSteps / kRoundThreads;
   launch(round_rows_kernel<typename Shape::Numbers>,
@@ -19,31 +21,31 @@ void run(const LinearParams& params, CudaStream stream) {
          dim3(kRoundThreads),
          0,
          stream,
-         static_cast<const GemmParams&>(params),
+         params,
          rounded,
          plan.stages,
-         plan.aligned,
-         params.error);
-  launch(linear_code_tile_kernel<Shape>,
+         plan.aligned);
+  launch(code_tile_kernel<Shape>,
          dim3(static_cast<unsigned>(row_tiles * output_tiles)),
          dim3(Shape::kThreads),
          Shape::kSmemBytes,
          stream,
          params,
          plan,
-         rounded);
+         rounded,
+         row_tiles);
 }
 
-// The forms for which linear_piece_steps() is not zero.
+// The forms for which code_tile_steps() is not zero.
 template <typename Codes, typename Numbers>
-void run_codes(const LinearParams& params, CudaStream stream) {
+void run_codes(const ExpertsParams& params, CudaStream stream) {
   constexpr bool kIsWide = Numbers::kPlanes == 2;
   constexpr int kMost = kIsWide ? kCodeSteps : 1;
   if constexpr (std::is_same_v<Codes, Int8Codes>) {
     if (params.weight.group == 0) {
       return run<CodeTileShape<Codes, Numbers, kMost, false, false>>(params, stream);
     }
-    if (kIsWide && linear_piece_steps(params.weight) == 1) {
+    if (kIsWide && code_tile_steps(params.weight) == 1) {
       return run<CodeTileShape<Codes, Numbers, 1, true, false>>(params, stream);
     }
   }
@@ -57,7 +59,7 @@ void run_codes(const LinearParams& params, CudaStream stream) {
 
 }  // namespace
 
-void linear_code_tiles_cuda(const LinearParams& params, CudaStream stream) {
+void code_tiles_cuda(const ExpertsParams& params, CudaStream stream) {
   with_codes(params, [&]<typename Codes, typename Numbers>() {
     if constexpr (!Numbers::kIsFloat) run_codes<Codes, Numbers>(params, stream);
   });
