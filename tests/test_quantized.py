@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import simt
 import specops
 import torch
 from shared_fixtures import every_isa, expect_fault
@@ -257,6 +258,35 @@ def test_rows_keep_their_bits(
                 first = (7 * rows) % (many + 1 - rows)
                 got = dense.linear(x[first : first + rows], packed, bias)
                 assert torch.equal(got, whole[first : first + rows]), (num_threads, rows)
+
+
+@pytest.mark.parametrize("case", [BY_OUTPUT, Case("int4", 128, "int8"), *FP8], ids=str)
+def test_shares_of_long_rows_keep_their_bits(
+    device: str, on_cuda: bool, place: Callable[[int, int], None], case: Case
+) -> None:
+    """CUDA divides the inputs of narrow layers among four warps or, if SMs would idle, eight."""
+    if not on_cuda:
+        pytest.skip("CPU kernels do not divide inputs")
+    in_interpreter = device == "cpu"
+    for rows in (5, 13):
+        x, q, bias = make(case, device, rows, 3149, 70, torch.bfloat16)
+        packed = dense.pack_weight(q, activations=case.activations)
+        outs, barriers = [], []
+        for sms in (1, 3):  # there are three blocks
+            place(sms, 1)
+            if in_interpreter:
+                simt.load().reset_counters()
+            outs.append(dense.linear(x, packed, bias))
+            if in_interpreter:
+                counts = simt.load().counters()
+                barriers.append(counts["barriers"] / counts["launches"])
+        assert torch.equal(*outs)
+        if in_interpreter:
+            assert barriers[1] < 0.7 * barriers[0], "eight warps meet half as often"
+        if case.kind != "fp8":
+            assert torch.equal(
+                outs[0], reference.quantized_linear(x, q, bias, activations=case.activations)
+            )
 
 
 @pytest.mark.parametrize("case", TILED, ids=str)

@@ -59,11 +59,11 @@ __global__ void __launch_bounds__(kPackCodesThreads)
 // Grid:    x = tiles of outputs times tiles of rows, rows fastest (unbounded).
 // Block:   4 warps. Few rows (Shape::kSplits): each warp owns every fourth stage of the same 32
 //          outputs, and sums of pieces go to shared memory, where each thread adds some outputs'
-//          sums in order. In wide layers each warp owns every second stage, and another pair of
-//          warps owns 32 more outputs. Many rows: each warp owns all stages of its own 32 outputs,
-//          and 32 or 64 rows.
+//          sums in order. In narrow layers 8 warps own every eighth stage. In wide layers each warp
+//          owns every second stage, and another pair of warps owns 32 more outputs. Many rows: each
+//          warp owns all stages of its own 32 outputs, and 32 or 64 rows.
 // Smem:    rings of three stages of weights; the rounded rows of a stage; the sums to combine. 30
-//          to 100 KiB by kind and group.
+//          to 159 KiB by kind, group and number of warps.
 // Cost:    the weights once from memory for every tile of rows. Few rows: rows are rounded once per
 //          32 outputs (64 in wide layers), which takes as many instructions as everything else.
 //          Many rows: three float operations per sum of a piece, output and row, besides the
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kPackCodesThreads)
 //          Integer weights give the bits of the CPU kernels.
 // Source:  weights on the M side of mma, packed offline in its layout, as in Marlin.
 template <typename Codes, typename Numbers, typename Shape>
-__global__ void __launch_bounds__(Shape::kThreads, 2)
+__global__ void __launch_bounds__(Shape::kThreads, 256 / Shape::kThreads)
     linear_codes_kernel(LinearParams params, CodePlan plan) {
   int64_t row_tiles = (params.rows + Shape::kRows - 1) / Shape::kRows;
   int64_t first_row = blockIdx.x % row_tiles * Shape::kRows;

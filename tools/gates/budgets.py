@@ -194,6 +194,15 @@ BUDGETS: tuple[Budget, ...] = (
         "linear_codes_kernel<Int4Table, Int16Numbers, CodeShape<4, 1, 1, *>", 144, 128, 89 << 10
     ),
     Budget("linear_codes_kernel<*, CodeShape<4, 1, 1, *>", 128, threads=128, smem_bytes=89 << 10),
+    Budget("linear_codes_kernel<Int4Codes, *, CodeShape<8, 1, 1, *>", 128, 256, 99 << 10),
+    Budget(
+        "linear_codes_kernel<*, CodeShape<8, 1, *>",
+        registers=144,
+        threads=256,
+        smem_bytes=159 << 10,
+        launched_on=("80", "90a", "100a"),
+        elsewhere="its launcher asks the device and takes four warps",
+    ),
     Budget("linear_codes_kernel<*", registers=255, threads=128, smem_bytes=99 << 10),
     Budget("round_rows_kernel<*", registers=64, threads=128, blocks_per_sm=8),
     # Sums of pieces and their scales, besides the totals; three blocks hide each other's latencies.
@@ -481,6 +490,7 @@ _NUMBERS = {
     "Int8Numbers": (144 + 48, "IMMA*", 1),
     "Int16Numbers": (2 * 144 + 48, "IMMA*", 2),
     "FloatNumbers<*float16>": (320, "HMMA*", 2),
+    "FloatNumbers<bfloat16>": (320, "HMMA*", 2),
     "FloatNumbers<float>": (3 * 320, "HMMA*", 6),
 }
 
@@ -632,6 +642,8 @@ METERED: tuple[Metered, ...] = (
     _tiled(2, 128, 8, _per_arch(121, 121, 130, 130, 131, 169), kernel=f"{_MOE_TILE}, 128>"),
     _streamed(2, 1, _per_arch(71, 71, 71, 71, 69, 75), "moe_stream_kernel<*float16>"),
     _codes("Int4Codes", "Int8Numbers", (4, 1, 1), _per_arch(429, 430, 430, 429, 411, 425)),
+    _codes("Int4Codes", "Int8Numbers", (8, 1, 1), _per_arch(439, 439, 439, 439, 439, 439)),
+    _codes("Int4Codes", "Int8Numbers", (8, 1, 2), _per_arch(738, 738, 738, 736, 738, 738)),
     _codes("Int4Codes", "Int8Numbers", (4, 1, 2), _per_arch(726, 726, 726, 724, 656, 684)),
     _codes("Int4Codes", "Int8Numbers", (2, 2, 2), _per_arch(471, 471, 471, 473, 462, 478)),
     _codes("Int4Codes", "Int8Numbers", (1, 4, 2), _per_arch(321, 321, 321, 280, 242, 243)),
@@ -676,6 +688,8 @@ METERED: tuple[Metered, ...] = (
         "Int8Codes", "Int8Numbers", (1, 4, 4), _per_arch(790, 790, 790, 807, 727, 770), halves=True
     ),
     _codes("Int8Codes", "Int16Numbers", (4, 1, 1), _per_arch(532, 532, 532, 543, 486, 512)),
+    _codes("Int8Codes", "Int16Numbers", (8, 1, 1), _per_arch(551, 551, 551, 563, 563, 563)),
+    _codes("Int8Codes", "Int16Numbers", (8, 1, 2), _per_arch(884, 884, 884, 898, 898, 898)),
     _codes("Int8Codes", "Int16Numbers", (4, 1, 2), _per_arch(872, 872, 872, 886, 787, 843)),
     _codes("Int8Codes", "Int16Numbers", (2, 2, 2), _per_arch(590, 590, 590, 610, 540, 581)),
     _codes("Int8Codes", "Int16Numbers", (1, 4, 2), _per_arch(291, 291, 291, 308, 323, 345)),
@@ -689,6 +703,12 @@ METERED: tuple[Metered, ...] = (
     ),
     _codes(
         "Fp8Codes", "FloatNumbers<*float16>", (4, 1, 1), _per_arch(626, 627, 627, 625, 610, 595)
+    ),
+    _codes(
+        "Fp8Codes", "FloatNumbers<bfloat16>", (8, 1, 1), _per_arch(667, 667, 667, 665, 665, 665)
+    ),
+    _codes(
+        "Fp8Codes", "FloatNumbers<bfloat16>", (8, 1, 2), _per_arch(732, 732, 732, 731, 731, 731)
     ),
     _codes(
         "Fp8Codes", "FloatNumbers<*float16>", (4, 1, 2), _per_arch(692, 692, 692, 691, 675, 660)
