@@ -197,7 +197,7 @@ BUDGETS: tuple[Budget, ...] = (
     Budget("linear_codes_kernel<Int4Codes, *, CodeShape<8, 1, 1, *>", 128, 256, 99 << 10),
     Budget(
         "linear_codes_kernel<*, CodeShape<8, 1, *>",
-        registers=144,
+        registers=152,
         threads=256,
         smem_bytes=159 << 10,
         launched_on=("80", "90a", "100a"),
@@ -490,7 +490,6 @@ _NUMBERS = {
     "Int8Numbers": (144 + 48, "IMMA*", 1),
     "Int16Numbers": (2 * 144 + 48, "IMMA*", 2),
     "FloatNumbers<*float16>": (320, "HMMA*", 2),
-    "FloatNumbers<bfloat16>": (320, "HMMA*", 2),
     "FloatNumbers<float>": (3 * 320, "HMMA*", 6),
 }
 
@@ -642,8 +641,8 @@ METERED: tuple[Metered, ...] = (
     _tiled(2, 128, 8, _per_arch(121, 121, 130, 130, 131, 169), kernel=f"{_MOE_TILE}, 128>"),
     _streamed(2, 1, _per_arch(71, 71, 71, 71, 69, 75), "moe_stream_kernel<*float16>"),
     _codes("Int4Codes", "Int8Numbers", (4, 1, 1), _per_arch(429, 430, 430, 429, 411, 425)),
-    _codes("Int4Codes", "Int8Numbers", (8, 1, 1), _per_arch(439, 439, 439, 439, 439, 439)),
-    _codes("Int4Codes", "Int8Numbers", (8, 1, 2), _per_arch(738, 738, 738, 736, 738, 738)),
+    _codes("Int4Codes", "Int8Numbers", (8, 1, 1), _per_arch(439, 439, 439, 439, 423, 437)),
+    _codes("Int4Codes", "Int8Numbers", (8, 1, 2), _per_arch(738, 738, 738, 736, 668, 696)),
     _codes("Int4Codes", "Int8Numbers", (4, 1, 2), _per_arch(726, 726, 726, 724, 656, 684)),
     _codes("Int4Codes", "Int8Numbers", (2, 2, 2), _per_arch(471, 471, 471, 473, 462, 478)),
     _codes("Int4Codes", "Int8Numbers", (1, 4, 2), _per_arch(321, 321, 321, 280, 242, 243)),
@@ -688,8 +687,8 @@ METERED: tuple[Metered, ...] = (
         "Int8Codes", "Int8Numbers", (1, 4, 4), _per_arch(790, 790, 790, 807, 727, 770), halves=True
     ),
     _codes("Int8Codes", "Int16Numbers", (4, 1, 1), _per_arch(532, 532, 532, 543, 486, 512)),
-    _codes("Int8Codes", "Int16Numbers", (8, 1, 1), _per_arch(551, 551, 551, 563, 563, 563)),
-    _codes("Int8Codes", "Int16Numbers", (8, 1, 2), _per_arch(884, 884, 884, 898, 898, 898)),
+    _codes("Int8Codes", "Int16Numbers", (8, 1, 1), _per_arch(551, 550, 550, 563, 499, 523)),
+    _codes("Int8Codes", "Int16Numbers", (8, 1, 2), _per_arch(884, 884, 884, 898, 799, 855)),
     _codes("Int8Codes", "Int16Numbers", (4, 1, 2), _per_arch(872, 872, 872, 886, 787, 843)),
     _codes("Int8Codes", "Int16Numbers", (2, 2, 2), _per_arch(590, 590, 590, 610, 540, 581)),
     _codes("Int8Codes", "Int16Numbers", (1, 4, 2), _per_arch(291, 291, 291, 308, 323, 345)),
@@ -705,10 +704,10 @@ METERED: tuple[Metered, ...] = (
         "Fp8Codes", "FloatNumbers<*float16>", (4, 1, 1), _per_arch(626, 627, 627, 625, 610, 595)
     ),
     _codes(
-        "Fp8Codes", "FloatNumbers<bfloat16>", (8, 1, 1), _per_arch(667, 667, 667, 665, 665, 665)
+        "Fp8Codes", "FloatNumbers<*float16>", (8, 1, 1), _per_arch(667, 668, 668, 665, 602, 595)
     ),
     _codes(
-        "Fp8Codes", "FloatNumbers<bfloat16>", (8, 1, 2), _per_arch(732, 732, 732, 731, 731, 731)
+        "Fp8Codes", "FloatNumbers<*float16>", (8, 1, 2), _per_arch(732, 732, 732, 731, 715, 688)
     ),
     _codes(
         "Fp8Codes", "FloatNumbers<*float16>", (4, 1, 2), _per_arch(692, 692, 692, 691, 675, 660)
