@@ -10,7 +10,6 @@
 #include "common/error_flag.h"
 #include "common/isa.h"
 #include "gemm/gemm.h"
-#include "gemm/rounded_rows.h"
 
 namespace specops {
 

@@ -3,6 +3,7 @@
 
 #include "common/launch.cuh"
 #include "dense/linear_codes.cuh"
+#include "gemm/rounded_rows.h"
 
 namespace specops {
 namespace {

@@ -18,6 +18,7 @@
 #include "dense/output_gate.h"
 #include "dense/rms_norm.h"
 #include "gemm/checks.h"
+#include "gemm/rounded_rows.h"
 
 namespace specops {
 namespace {

@@ -308,10 +308,10 @@ __device__ inline void code_tile(const ProductOf& product_of,
                                  const unsigned char* row_tile,
                                  int64_t first_group) {
   unsigned char* memory = shared_memory();
-  GemmParams first = product_of();
-  CodeTileCopy<Shape> copy(first.weight, plan, row_tile, first_group);
+  GemmParams product = product_of();
+  CodeTileCopy<Shape> copy(product.weight, plan, row_tile, first_group);
   using Products = CodeTileProducts<Shape>;
-  Products products(first.weight, first.rows);
+  Products products(product.weight, product.rows);
   constexpr int kCopies = CodeTileCopy<Shape>::kCopies;
   copy.fetch(memory, 0, kCopies, true);
   int slot = 0;  // offset of the current stage

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which quantized weights are multiplied in tiles of rounded rows on CUDA (rounded_rows.cuh), and
-// the size of these rows.
+// On CUDA, many rows are rounded before they are multiplied with quantized weights. This file has
+// the sizes of rounded rows and the weights that support them; rounded_rows.cuh has the layout.
 #pragma once
 
 #include <cstdint>

@@ -33,7 +33,7 @@ _MAX_STREAMED_ROWS = 16
 # Counters at the start of a workspace, one per output tile: finished leaves (partial sums).
 _WORKSPACE_COUNTERS = 128
 # Rows of a tile of rounded rows; a workspace has whole tiles.
-_TILE_ROWS = 64
+TILE_ROWS = 64
 
 
 class PackedWeight(NamedTuple):
@@ -328,8 +328,8 @@ def linear_workspace_size(num_rows: int, weight: PackedWeight) -> int:
     rows = min(num_rows, weight.max_workspace_rows)
     if rows <= _MAX_STREAMED_ROWS:
         return 0
-    tiles = (rows + _TILE_ROWS - 1) // _TILE_ROWS
-    return _WORKSPACE_COUNTERS + tiles * _TILE_ROWS * weight.workspace_per_row
+    tiles = (rows + TILE_ROWS - 1) // TILE_ROWS
+    return _WORKSPACE_COUNTERS + tiles * TILE_ROWS * weight.workspace_per_row
 
 
 def linear_kernels(num_rows: int) -> list[str]:

@@ -19,11 +19,10 @@ from torch import Tensor
 from specops import _C
 from specops._checks import check_int, check_kind, describe, empty, try_or_none
 from specops._huge_pages import ask_for_huge_pages
-from specops.dense import PackedWeight, linear_workspace_size
+from specops.dense import TILE_ROWS, PackedWeight, linear_workspace_size
 
 # With more pairs per expert than this, CUDA rounds rows in advance, and multiplies tiles of them.
 _EXPERT_ROWS = 8
-_TILE_ROWS = 64
 
 
 class ExpertOrder(NamedTuple):
@@ -290,9 +289,9 @@ def moe_linear_workspace_size(num_pairs: int, weight: PackedWeight) -> int:
     Returns:
         The size; 0 if no workspace is ever used: on cpu, with weights that are not int8 or int4,
         and with at most 8 pairs per expert. It suffices for every call with at most `num_pairs`
-        pairs, and is 1.25 bytes (with int16 activations 2.25) per pair and input, with up to 64
-        more pairs for each expert. The workspace may be shared with calls of `dense.linear`, one
-        after the other: the counters at its begin are not used.
+        pairs. It takes 1.25 bytes (with int16 activations 2.25) per pair and input, as if each
+        expert had up to 64 more pairs. Calls of `dense.linear` may use the same workspace, one
+        after the other; this op leaves the counters at its start unchanged.
 
     Raises:
         ValueError: num_pairs is negative, or weight is not packed.
@@ -302,8 +301,8 @@ def moe_linear_workspace_size(num_pairs: int, weight: PackedWeight) -> int:
     num_experts = len(weight.data)
     if weight.kind == "plain" or num_pairs <= num_experts * _EXPERT_ROWS:
         return 0
-    tiles = num_pairs // _TILE_ROWS + num_experts  # the last tile of an expert may be incomplete
-    return linear_workspace_size(tiles * _TILE_ROWS, weight)
+    tiles = num_pairs // TILE_ROWS + num_experts  # the last tile of an expert may be incomplete
+    return linear_workspace_size(tiles * TILE_ROWS, weight)
 
 
 def moe_combine(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from specops import attention, dense
+from specops import attention
 from specops.api.errors import ModelError
 from specops.dense import PackedWeight
 from specops.engine.models.adapters import AdapterSite
@@ -68,10 +68,6 @@ class Block(ABC):
     def sites(self) -> Sequence[AdapterSite]:
         """Sites of LoRA adapters."""
         return [site for one in self.projections for site in one.sites]
-
-    def sums_size(self, rows: int) -> int:
-        """Return how many floats of `LayerBatch.sums` a step of `rows` rows needs."""
-        return max((dense.linear_workspace_size(rows, one) for one in self.weights), default=0)
 
     def bytes_read(self, rows: int) -> float:
         """Return the expected bytes of weights that a step of `rows` rows reads."""
@@ -152,6 +148,10 @@ class AttentionBlock(MixingBlock):
 
 class MlpBlock(Block):
     """Base class of MLP blocks, which compute each row independently of the others."""
+
+    def expert_sums_size(self, rows: int) -> int:
+        """Return how many floats of `LayerBatch.sums` experts need for up to `rows` rows."""
+        return 0
 
     @abstractmethod
     def run(self, x: Tensor, batch: LayerBatch, views: Any, out: Tensor) -> None:

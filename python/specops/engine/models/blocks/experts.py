@@ -183,12 +183,11 @@ class Experts(MlpBlock):
         """Projections of the shared MLP."""
         return () if self._shared is None else self._shared.projections
 
-    def sums_size(self, rows: int) -> int:
-        """Return how many floats of `LayerBatch.sums` a step of `rows` rows needs."""
+    def expert_sums_size(self, rows: int) -> int:
+        """Return how many floats of `LayerBatch.sums` experts need for up to `rows` rows."""
         pairs = rows * self.shape.top_k
         stacks = (self.gate_up, *self.down.shards)
-        own = (moe.moe_linear_workspace_size(pairs, one) for one in stacks)
-        return max(super().sums_size(rows), *own)
+        return max(moe.moe_linear_workspace_size(pairs, one) for one in stacks)
 
     def bytes_read(self, rows: int) -> float:
         """Return the expected bytes of weights read if rows choose their experts independently."""
@@ -349,13 +348,25 @@ class ExpertsApart(Experts):
         for index, (own, partial_sum) in enumerate(zip(self._own, partial_sums, strict=True)):
             torch.index_select(own.places, 0, chosen, out=views.own_ids.view(-1))
             moe.moe_sort(views.own_ids, len(indptr) - 1, order=order)
-            gated, sums = views.gated, batch.sums
-            rows, bias = order.row_indices, own.gate_up_bias
-            moe.moe_linear(x, own.gate_up, indptr, rows, bias, out=gated, workspace=sums)
+            moe.moe_linear(
+                x,
+                own.gate_up,
+                indptr,
+                order.row_indices,
+                own.gate_up_bias,
+                out=views.gated,
+                workspace=batch.sums,
+            )
             if self._activation == RELU2:
-                relu2(gated, out=gated)
-            out_bias, of_pairs = own.down_bias, views.expert_out
-            moe.moe_linear(gated, own.down, indptr, bias=out_bias, out=of_pairs, workspace=sums)
+                relu2(views.gated, out=views.gated)
+            moe.moe_linear(
+                views.gated,
+                own.down,
+                indptr,
+                bias=own.down_bias,
+                out=views.expert_out,
+                workspace=batch.sums,
+            )
             self._combine(index, batch, views, activated, partial_sum)
         ranks.add(partial_sums, None, out)
 

@@ -87,9 +87,9 @@ class ExpertsBesideMlp(MlpBlock):
         """Projections of the dense MLP."""
         return self._mlp.projections
 
-    def sums_size(self, rows: int) -> int:
-        """Return how many floats of `LayerBatch.sums` a step of `rows` rows needs."""
-        return max(super().sums_size(rows), self._experts.sums_size(rows))
+    def expert_sums_size(self, rows: int) -> int:
+        """Return how many floats of `LayerBatch.sums` experts need for up to `rows` rows."""
+        return self._experts.expert_sums_size(rows)
 
     def bytes_read(self, rows: int) -> float:
         """Return the expected bytes of weights read if rows choose their experts independently."""

@@ -69,11 +69,6 @@ class Layer:
         """Projections of both blocks that LoRA adapters may change."""
         return (*self.attention.sites, *self.mlp.sites)
 
-    def sums_size(self, rows: int) -> int:
-        """Return how many floats of `LayerBatch.sums` a step of `rows` rows needs."""
-        own = [dense.linear_workspace_size(rows, one) for one in self._per_layer_weights]
-        return max(self.attention.sums_size(rows), self.mlp.sums_size(rows), *own)
-
     def bytes_read(self, rows: int) -> float:
         """Return the expected bytes of weights that a step of `rows` rows reads."""
         own = sum(map(bytes_of, self._per_layer_weights))

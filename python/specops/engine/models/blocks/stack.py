@@ -47,7 +47,9 @@ class LayerStack:
         # One attention block per shape suffices to find the largest workspace.
         attentions = {(layer.attention.shape, layer.attention.kv): layer for layer in layers}
         self._attentions = [layer.attention for layer in attentions.values()]
-        self._projections = projections
+        weights = [*projections, *(weight for layer in layers for weight in layer.weights)]
+        sizes = {(one.workspace_per_row, one.max_workspace_rows): one for one in weights}
+        self._weights = list(sizes.values())
 
     def reserve(self, rows: int) -> None:
         """Allocate buffers for steps of up to `rows` rows; calls for fewer rows do nothing."""
@@ -89,11 +91,16 @@ class LayerStack:
         return max(one.workspace_size(*sizes) for one in self._attentions)
 
     def sums_size(self, rows: int, outputs: int) -> int:
-        """Return the floats of `linear` workspace for `rows` rows, `outputs` of them for logits."""
+        """Return the floats of workspace that products need.
+
+        Args:
+            rows: largest number of rows.
+            outputs: largest number of rows for logits.
+        """
         return max(
             dense.linear_workspace_size(outputs, self.lm_head),
-            *(dense.linear_workspace_size(rows, one) for one in self._projections),
-            *(layer.sums_size(rows) for layer in self.layers),
+            *(dense.linear_workspace_size(rows, weight) for weight in self._weights),
+            *(layer.mlp.expert_sums_size(rows) for layer in self.layers),
         )
 
     def logits(
